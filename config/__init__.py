@@ -1,0 +1,320 @@
+"""Every knob of the project, and how files and flags set them.
+
+    python train.py config/a.py config/b.py --key=value
+
+starts from the defaults below, runs the files in order, then applies the flags. A knob is one line: name,
+type with its range, default, and the comment that `--help` prints. Config files are plain assignments and
+run as the Python they are, each in a namespace of its own; names with a leading underscore are scratch.
+
+Two more promises that every command makes live here: bad input is one line on stderr and exit status 2
+(`BadInput`, `one_line_errors`), and a file is either whole or absent (`atomic_write`).
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import math
+import os
+import re
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bad input and whole files
+
+
+class BadInput(Exception):
+    """What the user gave cannot be used. The message is one line: what is wrong, where, what to do."""
+
+
+@contextlib.contextmanager
+def one_line_errors(*also: type[Exception]):
+    """Turn BadInput (and the exception types in `also`) into one line on stderr and exit status 2."""
+    try:
+        yield
+    except (BadInput, *also) as e:
+        command = Path(sys.argv[0]).name
+        print(f"{command}: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT; the terminal has shown ^C already
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # 128 + SIGPIPE
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path, mode: str = "wb"):
+    """Open a file beside `path` for writing; on success sync it and rename it over `path`, else remove it.
+
+    A reader sees the old file or the new one, never a part, whatever kills the writer. OSError (full disk,
+    read-only folder) becomes BadInput.
+    """
+    path = Path(path)
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must survive a power cut
+        finally:
+            os.close(folder)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        # torch.save reports a failed write as RuntimeError raised from, or while handling, the OSError
+        cause = e if isinstance(e, OSError) else e.__context__ if isinstance(e, RuntimeError) else None
+        if isinstance(cause, OSError):
+            raise BadInput(f"cannot write {path}: {cause.strerror or cause}; free the disk or name another folder") from e
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the knobs
+
+Count = Annotated[int, (1, 2**40)]
+Whole = Annotated[int, (0, 2**40)]
+Positive = Annotated[float, (1e-30, math.inf)]
+NonNegative = Annotated[float, (0.0, math.inf)]
+Fraction = Annotated[float, (0.0, 1.0)]
+
+
+@dataclass
+class ModelKnobs:
+    """What the network is. The same names and defaults as model.ModelConfig."""
+
+    # shape
+    vocab_size: Annotated[int, (2, 65536)] | None = None  # token ids; None: the corpus's own number (bench.py: 10000)
+    block_size: Count = 512  # context length, tokens
+    n_layer: Count = 8  # blocks
+    n_head: Count = 16  # query heads
+    n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
+    n_embd: Count = 512  # width of the residual stream
+    tie_embeddings: bool = True  # the output head shares the embedding table
+    rope_base: Positive = 10000.0  # base of the rotary angles
+    # norms
+    norm: Literal["rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"] = "rmsnorm"  # the normalizer in the blocks and at the output
+    taper: Literal["none", "internal", "final", "all"] = "none"  # which norms are gated away (rmsnorm and layernorm only)
+    aux_weight: NonNegative = 0.0  # lambda of the fixed-target scale loss; the paper's is 0.1, 0 is off
+    norm_bias: bool = True  # shift of layernorm and cbwc
+    norm_eps: Positive = 1e-6  # added to the mean square or the variance
+    ema_rate: Annotated[float, (1e-6, 1.0)] = 0.01  # mu of the calibration and scale-target averages
+    calib_skip_first: bool = False  # leave position 0 of every window out of the calibration
+    coupled_grad: bool = False  # let the gradient through the statistic that CoupledNorm's MLP reuses
+    coupled_from_layer: Whole = 0  # blocks below this one keep plain RMSNorm (coupled only)
+
+
+@dataclass
+class Config(ModelKnobs):
+    """A training run."""
+
+    # the run
+    out_dir: str = "out"  # folder the run writes
+    init_from: Literal["scratch", "resume"] = "scratch"  # resume: go on with the run in out_dir
+    max_iters: Count = 10_000  # optimizer steps
+    eval_interval: Count = 1000  # steps between passes over the validation split
+    log_interval: Count = 10  # steps between log lines
+    ckpt_interval: Count = 1000  # steps between checkpoints: the most that a kill -9 can cost
+    wandb_log: bool = False  # log to Weights & Biases as well
+    wandb_mode: Literal["online", "offline"] = "online"  # offline writes under out_dir, for `wandb sync`
+    wandb_project: str = "nanonorm"  # wandb project
+    wandb_run_name: str | None = None  # wandb run name; None: the name of out_dir
+    # data
+    dataset: str = "tinystories"  # a folder under data/, or the path of a prepared one
+    batch_size: Count = 16  # windows per micro-batch
+    gradient_accumulation_steps: Count = 1  # micro-batches per optimizer step, over all ranks together
+    # optimizer
+    learning_rate: NonNegative = 3e-4  # peak learning rate
+    weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
+    beta1: Annotated[float, (0.0, 0.999999)] = 0.9  # AdamW
+    beta2: Annotated[float, (0.0, 0.999999)] = 0.95  # AdamW
+    grad_clip: NonNegative = 1.0  # largest global gradient norm; 0 is off
+    decay_lr: bool = True  # cosine decay after the warmup
+    warmup_iters: Whole | None = None  # steps of linear warmup; None: 5% of max_iters
+    lr_decay_iters: Count | None = None  # step at which the decay reaches min_lr; None: max_iters
+    min_lr: NonNegative = 0.0  # where the decay ends
+    # taper
+    gate_start: Whole | None = None  # step that ends calibration and starts the gate; freezes the scale target; None: warmup_iters
+    gate_end: Count | None = None  # step from which the gate is 0; None: max_iters
+    # system
+    seed: Whole = 1337  # of the weights and of the order of the data
+    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto: a GPU if there is one
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # bfloat16: autocast; auto: where it helps
+    compile: bool | None = None  # torch.compile the model; None: on a GPU yes, on a CPU no
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed under torchrun
+
+    def resolve(self):
+        """Fill in the knobs that default to another one and refuse what means nothing. Returns self."""
+        if self.warmup_iters is None:
+            self.warmup_iters = max(1, self.max_iters // 20)
+        if self.lr_decay_iters is None:
+            self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
+        if self.gate_start is None:
+            self.gate_start = self.warmup_iters
+        if self.gate_end is None:
+            self.gate_end = self.max_iters
+        if self.warmup_iters >= self.lr_decay_iters:
+            raise BadInput(f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}")
+        if self.min_lr > self.learning_rate:
+            raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
+        if self.taper != "none" or self.aux_weight > 0:
+            if self.gate_start < 1:
+                raise BadInput("gate_start=0 leaves no step to calibrate on; set gate_start (or warmup_iters) to 1 or more")
+            if not self.gate_start < self.gate_end <= self.max_iters:
+                raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {self.gate_start}, {self.gate_end}, {self.max_iters}")
+        return self
+
+
+# A resumed run is the same run. Only these may differ from what it was started with: none changes what is
+# computed, except device, dtype and compile, which change it by rounding.
+FREE_ON_RESUME = {"out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile", "backend",
+                  "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name"}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------
+# reading them
+
+
+def comments(cls) -> dict[str, str]:
+    """Name -> comment of every knob of a dataclass, read from its source."""
+    found = {}
+    for c in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(c):
+            found.update(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.M))
+    return found
+
+
+def describe(hint) -> str:
+    """A type hint in the words of an error message: 'an int >= 1', 'one of a, b'."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(h) for h in get_args(hint))
+    if get_origin(hint) is Annotated:
+        base, (low, high) = get_args(hint)
+        upper = "" if high in (math.inf, 2**40) else f" and <= {high}"
+        return f"{describe(base)} >= {low}{upper}"
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"{describe(get_args(hint)[0])}, or several with commas between"
+    return {int: "an int", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}[hint]
+
+
+def fits(hint, value):
+    """`value` as the type `hint`; ValueError if it is of another type or out of range. An int is a float."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for h in get_args(hint):
+            with contextlib.suppress(ValueError):
+                return fits(h, value)
+        raise ValueError
+    if get_origin(hint) is Annotated:
+        base, (low, high) = get_args(hint)
+        value = fits(base, value)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError
+        return value
+    if get_origin(hint) is tuple:
+        values = value if isinstance(value, tuple | list) else (value,)
+        if not values:
+            raise ValueError
+        return tuple(fits(get_args(hint)[0], v) for v in values)
+    if hint is float and type(value) is int and abs(value) < 2**1023:
+        return float(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is str and "\0" in value):
+        raise ValueError
+    return value
+
+
+def from_text(hint, text: str):
+    """The value that the text of a flag stands for: `--key=text`."""
+    if hint is str or get_origin(hint) is Literal:
+        return text  # whatever it is: --out_dir=007 names a folder
+    if get_origin(hint) is tuple:
+        return tuple(from_text(get_args(hint)[0], part.strip()) for part in text.split(","))
+    if get_origin(hint) in (Union, types.UnionType):
+        return None if text == "None" else from_text(get_args(hint)[0], text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text  # no literal: fits() refuses it with what was wanted
+
+
+def set_knob(config, name: str, value, where: str, text: bool = False):
+    """Set one knob; BadInput names `where` it stood, and the nearest key or the type wanted."""
+    hints = get_type_hints(type(config), include_extras=True)
+    if name not in hints:
+        near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
+        raise BadInput(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; --help lists the keys"))
+    try:
+        setattr(config, name, fits(hints[name], from_text(hints[name], value) if text else value))
+    except ValueError:
+        raise BadInput(f"{where}: {name} must be {describe(hints[name])}, not {str(value)[:60]!r}") from None
+
+
+def run_file(path: str) -> dict:
+    """Execute a config file in a namespace of its own; returns its public names."""
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(Path(path).stem, [p.stem for p in (ROOT / "config").glob("[!_]*.py")], n=1)
+        raise BadInput(f"no config file {path}" + (f"; did you mean config/{near[0]}.py?" if near else "")) from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"cannot read config file {path}: {e}") from None
+    space = {"__name__": "config_file", "__file__": path}
+    try:
+        exec(compile(source, path, "exec"), space)
+    except SyntaxError as e:
+        raise BadInput(f"{path}:{e.lineno}: {e.msg}") from None
+    except Exception as e:
+        line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        raise BadInput(f"{path}:{line[-1] if line else '?'}: {type(e).__name__}: {e}") from None
+    return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
+    """Read a command line.
+
+    Args: cls: dataclass of knobs; argv: the words after the command; files: positional words are config
+    files, run in order before the flags; otherwise they are returned.
+    Returns: (instance of cls, names set explicitly, positional words). `--help` prints and exits.
+    Raises: BadInput.
+    """
+    if "--help" in argv or "-h" in argv:
+        print_help(cls, usage)
+        sys.exit(0)
+    config, explicit, words = cls(), set(), [a for a in argv if not a.startswith("--")]
+    for path in words if files else []:
+        for name, value in run_file(path).items():
+            set_knob(config, name, value, path)
+            explicit.add(name)
+    for flag in (a for a in argv if a.startswith("--")):
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            raise BadInput(f"{flag}: flags are written --key=value")
+        set_knob(config, name, text, "command line", text=True)
+        explicit.add(name)
+    return config, explicit, words
+
+
+def print_help(cls, usage: str):
+    """Print the usage line and every knob with its default, type and comment."""
+    print(usage + "\n")
+    hints, notes = get_type_hints(cls, include_extras=True), comments(cls)
+    for f in dataclasses.fields(cls):
+        print(f"  --{f.name}={f.default}\n        {notes[f.name]} [{describe(hints[f.name])}]")
