@@ -174,7 +174,9 @@ class Config(ModelKnobs):
             if self.gate_start < 1:
                 raise BadInput("gate_start=0 leaves no step to calibrate on; set gate_start (or warmup_iters) to 1 or more")
             if not self.gate_start < self.gate_end <= self.max_iters:
-                raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {self.gate_start}, {self.gate_end}, {self.max_iters}")
+                raise BadInput(
+                    f"the gate needs gate_start < gate_end <= max_iters, not {self.gate_start}, {self.gate_end}, {self.max_iters}"
+                )
         return self
 
 
