@@ -691,6 +691,17 @@ def read_file(path) -> dict:
     return file
 
 
+def model_file(path) -> Path:
+    """The model file that `path` means: itself, or of a run folder the first of folded.pt, model.pt, ckpt.pt. ModelError."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    for name in ("folded.pt", "model.pt", "ckpt.pt"):
+        if (path / name).exists():
+            return path / name
+    raise ModelError(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # folding: everything linear that stands before a matrix product moves into the matrix
 
@@ -757,6 +768,13 @@ def unfuse(model: Transformer) -> Transformer:
                     setattr(parent, name, child.at_zero())
 
     return transformed(model, change, "unfused")
+
+
+def exports(config: ModelConfig) -> dict[str, str]:
+    """{file name: form} that a finished run writes: two where folding changes the network, else one."""
+    if config.taper != "none" or config.norm in ("coupled", "cbwc"):
+        return {"unfused.pt": "unfused", "folded.pt": "folded"}
+    return {"model.pt": "folded"}
 
 
 FORMS = {"trained": lambda m: m, "unfused": unfuse, "folded": fold, "weightless": partial(fold, gains=True)}

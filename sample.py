@@ -1,0 +1,80 @@
+"""Text from any checkpoint or export.
+
+    python sample.py out/demo --prompt="def main("          # a run folder: folded.pt, model.pt or ckpt.pt, the first there is
+    python sample.py out/demo/unfused.pt --temperature=0    # a model file
+    echo "Once upon a time" | python sample.py out/tiny     # the prompt from stdin
+
+Anything tapered runs at gate 0. The tokenizer is the one the file names: tokenizer.model in its folder.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from config import BadInput, Count, NonNegative, Whole, one_line_errors, parse
+from data import Tokenizer, load_tokenizer
+from model import ModelError, Transformer, model_file
+
+
+@dataclass
+class Sample:
+    """What to generate."""
+
+    prompt: str | None = None  # text to continue; None: stdin if it is piped, else an empty document
+    num_samples: Count = 1  # continuations to print
+    max_new_tokens: Whole = 200  # tokens to add at most; an end token ends a sample earlier
+    temperature: NonNegative = 0.8  # 0: always the likeliest token
+    top_k: Count | None = 200  # keep the k likeliest tokens; None: all
+    top_p: Annotated[float, (1e-9, 1.0)] = 1.0  # keep the smallest set of tokens with this much probability
+    seed: Whole = 1337  # of the sampling
+    device: str = "cpu"  # cpu, cuda, ...
+    tokenizer: str | None = None  # a SentencePiece model to use instead of the run's own
+
+
+def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokenizer:
+    """The tokenizer that `model`, read from `path`, was trained with; BadInput if it is another one."""
+    tokenizer = load_tokenizer(override or path.parent / "tokenizer.model")
+    named = model.meta.get("corpus", {}).get("tokenizer_sha256", tokenizer.sha256)
+    if tokenizer.sha256 != named:
+        raise BadInput(
+            f"{override or path.parent / 'tokenizer.model'} is not the tokenizer of {path}; give the right one with --tokenizer="
+        )
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise BadInput(
+            f"the tokenizer has {tokenizer.vocab_size} ids, {path} only {model.config.vocab_size}; give its own with --tokenizer="
+        )
+    return tokenizer
+
+
+def main():
+    cfg, _, words = parse(Sample, sys.argv[1:], usage=__doc__)
+    if len(words) != 1:
+        raise BadInput("name one run folder or model file: python sample.py out/demo (--help lists the options)")
+    path = model_file(words[0])
+    try:
+        model = Transformer.load(path).to(cfg.device)
+    except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
+        raise BadInput(f"device={cfg.device} is not to be had here; use --device=cpu") from None
+    tokenizer = tokenizer_of(model, path, cfg.tokenizer)
+    prompt = cfg.prompt
+    if prompt is None:
+        try:
+            prompt = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+        except UnicodeDecodeError as e:
+            raise BadInput(f"the prompt on stdin is not UTF-8 at byte {e.start}") from None
+    ids = tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
+    idx = torch.tensor([ids], device=cfg.device)
+    for i in range(cfg.num_samples):
+        out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i, stop_id=tokenizer.eot_id)
+        new = out[0, len(ids) :].tolist()
+        print(prompt + tokenizer.decode([t for t in new if t < tokenizer.vocab_size and t != tokenizer.eot_id]))
+        if i + 1 < cfg.num_samples:
+            print("-" * 40)
+
+
+if __name__ == "__main__":
+    with one_line_errors(ModelError):
+        main()

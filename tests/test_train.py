@@ -1,0 +1,375 @@
+"""The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real text."""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import prepare
+from model import Transformer
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = dict(n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, max_iters=60, learning_rate=3e-3, warmup_iters=5,
+            taper="internal", aux_weight=0.1, gate_start=15, gate_end=45, eval_interval=20, log_interval=5, ckpt_interval=7,
+            device="cpu")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared corpus of two library modules, in 400 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
+    prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], folder, 400, "two modules")
+    return folder
+
+
+def flags(out_dir, corpus, **knobs) -> list[str]:
+    return [f"--{k}={v}" for k, v in {**TINY, "dataset": corpus, "out_dir": out_dir, **knobs}.items()]
+
+
+def train(*argv, expect=0, program="train.py"):
+    """Run train.py in this process; returns the exit status. `expect=None` takes any."""
+    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = [str(ROOT / program), *map(str, argv)]
+    status = 0
+    try:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    except SystemExit as e:
+        status = e.code
+    finally:
+        sys.argv = saved
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    assert expect is None or status == expect
+    return status
+
+
+def launch(*argv, ranks=1, **popen):
+    """train.py as a process of its own."""
+    runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *runner, str(ROOT / "train.py"), *map(str, argv)], env=env, text=True, **popen)
+
+
+def metrics(out_dir) -> list[dict]:
+    """The log lines, without what depends on the clock."""
+    lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines[1:]]
+
+
+def final(out_dir) -> dict:
+    return torch.load(Path(out_dir) / "ckpt.pt", weights_only=True)
+
+
+def assert_same(a, b, path=""):
+    """Equal to the bit, whatever is nested in it."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for k in a:
+            assert_same(a[k], b[k], f"{path}.{k}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}.{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def assert_same_run(a, b):
+    """Weights, averages, c, target and optimizer state equal to the bit, and the same log."""
+    x, y = final(a), final(b)
+    assert_same(x["state"], y["state"])
+    assert_same(x["optimizer"], y["optimizer"])
+    assert_same(x["progress"]["totals"], y["progress"]["totals"])
+    assert metrics(a) == metrics(b)
+
+
+@pytest.fixture(scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in launch(): the bits depend on the number of threads
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def reference(corpus, tmp_path_factory, one_thread) -> Path:
+    """An uninterrupted run through all three phases."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    train(*flags(out, corpus))
+    return out
+
+
+def test_what_a_run_writes(reference, corpus):
+    names = {p.name for p in reference.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
+    header = json.loads((reference / "metrics.jsonl").read_text().splitlines()[0])
+    assert header["settings"] == json.loads((reference / "config.json").read_text())
+    assert {"torch", "commit", "python"} <= header["versions"].keys()
+    lines = metrics(reference)
+    assert [line["iter"] for line in lines] == list(range(5, 61, 5))
+    want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/target", "logits/l2", "grad/total", "grad/qkv", "grad/proj",
+            "grad/gate_up", "grad/down", "grad/emb", "grad/norm", "taper/c.0.attn", "taper/c.1.mlp"}  # fmt: skip
+    assert all(want <= line.keys() for line in lines)
+    assert all(({"val/loss", "val/bpb", "val/loss_gated"} <= line.keys()) == (line["iter"] % 20 == 0) for line in lines)
+    gates = {line["iter"]: line["gate"] for line in lines}
+    assert gates[15] == 1.0 and gates[45] == gates[60] == 0.0 and abs(gates[30] - 0.5) < 1e-12
+    assert all(line["train/aux"] == 0 for line in lines if line["iter"] <= 15) and lines[-1]["train/aux"] > 0
+    cs = [line["taper/c.0.attn"] for line in lines if line["iter"] >= 20]
+    assert len(set(cs)) == 1, "c moved after calibration"
+    assert lines[-1]["train/ce"] < lines[0]["train/ce"] - 0.3, "it did not learn"
+    # at gate 0 both losses are of the same function; before that they are not
+    assert lines[-1]["val/loss"] == lines[-1]["val/loss_gated"] and lines[3]["val/loss"] != lines[3]["val/loss_gated"]
+
+
+def test_validation_is_the_whole_split(reference, corpus):
+    """val/loss is the mean over every token of the split but the first, each predicted once; bits per byte follow."""
+    model = Transformer.load(reference / "folded.pt").double()
+    tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", "<u2").astype(np.int64))
+    total = 0.0
+    with torch.no_grad():
+        for i in range(0, len(tokens) - 1, 32):
+            window = tokens[i : i + 33][None]
+            total += model(window[:, :-1], window[:, 1:]).ce.item() * (window.shape[1] - 1)
+    nats, last = total / (len(tokens) - 1), metrics(reference)[-1]
+    assert abs(last["val/loss"] - nats) < 1e-5  # float32 against float64
+    assert abs(last["val/bpb"] - total / np.log(2) / 6000) < 1e-4
+    assert model.meta["val/loss"] == last["val/loss"] and max(model.meta["fold_error"].values()) < 1e-4
+
+
+def test_diagnostics_are_what_they_say(reference):
+    model = Transformer.load(reference / "ckpt.pt")
+    idx = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(0))
+    seen = []
+    model.norm_final.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    logits = model(idx)
+    s, l2 = model.diagnostics(seen[0])
+    torch.testing.assert_close(l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0)  # float32, another order of summation
+    torch.testing.assert_close(s, seen[0].square().mean(-1).sqrt().mean(), rtol=1e-5, atol=0)
+
+
+def test_norm_phase_is_the_baseline(reference, corpus, tmp_path):
+    train(*flags(tmp_path / "run", corpus, taper="none", aux_weight=0.0, max_iters=60, eval_interval=60))
+    baseline, taper = metrics(tmp_path / "run"), metrics(reference)
+    for a, b in zip(baseline, taper, strict=True):
+        same = a["train/ce"] == b["train/ce"] and a["grad/total"] == b["grad/total"]
+        assert same == (b["iter"] <= 15), f"at step {b['iter']}"
+
+
+def test_looking_changes_nothing(reference, corpus, tmp_path):
+    train(*flags(tmp_path / "run", corpus, eval_interval=60, log_interval=3, ckpt_interval=60))
+    assert_same(final(reference)["state"], final(tmp_path / "run")["state"])
+
+
+def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
+    """SIGKILL at random moments, in every phase or while a file is written, then --init_from=resume."""
+    out, rng, argv = tmp_path / "run", random.Random(time.time_ns()), []
+    kills = 0
+    while True:
+        process = launch(*(argv or flags(out, corpus)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        until = rng.randrange(3, 55) if kills < 3 else 1000
+        while process.poll() is None:
+            log = out / "metrics.jsonl"
+            if log.exists() and until <= 5 * log.read_bytes().count(b'"iter"'):
+                time.sleep(rng.random() * 0.03)
+                process.kill()
+                break
+            time.sleep(0.002)
+        error = process.communicate()[1]
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+        kills += 1
+        if (out / "ckpt.pt").exists():
+            argv = ["--init_from=resume", f"--out_dir={out}"]
+    assert not list(out.glob("*.tmp"))
+    assert_same_run(reference, out)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
+    process = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (tmp_path / "run/metrics.jsonl").exists() or b'"iter"' not in (tmp_path / "run/metrics.jsonl").read_bytes():
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signum)
+    out, error = process.communicate()
+    assert process.returncode == 128 + signum and "--init_from=resume" in out and "Traceback" not in error
+    steps = final(tmp_path / "run")["progress"]["iter"]
+    assert 0 < steps < 60
+    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume")
+    assert_same_run(reference, tmp_path / "run")
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_two_ranks_equal_one(corpus, tmp_path, norm):
+    """The same global batch in float64, through both boundaries; the sums only change their order."""
+    knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30, gate_start=8, gate_end=22,
+                 batch_size=2, eval_interval=10)  # fmt: skip
+    train(*flags(tmp_path / "one", corpus, **knobs))
+    process = launch(*flags(tmp_path / "two", corpus, **knobs), ranks=2, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, out
+    one, two = final(tmp_path / "one"), final(tmp_path / "two")
+    for name, tensor in one["state"].items():
+        torch.testing.assert_close(two["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert a.keys() == b.keys()
+        for k in a:
+            if not k.startswith(("s/mean", "logits")):  # of the first rank's last micro-batch
+                assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
+
+
+def rank_main(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    from model import ModelConfig
+
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, taper="all", aux_weight=0.1))
+    for step in range(5):
+        rng = torch.Generator().manual_seed(10 * step + rank)  # every rank sees its own tokens
+        idx = torch.randint(50, (2, 16), generator=rng)
+        model(idx, idx).total.backward()
+        model.update_statistics(torch.distributed.all_reduce)
+    model.calibrate()
+    torch.save({k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
+    torch.multiprocessing.spawn(rank_main, (tmp_path,), nprocs=2)
+    a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert len(a) == 6
+    assert_same(a, b)
+
+
+def test_compiled_run_agrees(corpus, tmp_path):
+    """--compile=True is the same run up to rounding, and never recompiles as the gate moves."""
+    if not any(os.access(Path(p) / "g++", os.X_OK) for p in os.environ["PATH"].split(os.pathsep)):
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    knobs = dict(dtype="float64", max_iters=50, eval_interval=50)
+    train(*flags(tmp_path / "eager", corpus, **knobs))
+    train(*flags(tmp_path / "run", corpus, compile=True, **knobs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # one a phase
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for a, b in zip(metrics(tmp_path / "run"), metrics(tmp_path / "eager"), strict=True):
+        assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
+
+
+def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
+    knobs = dict(learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, log_interval=2, ckpt_interval=1)
+    status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
+    assert re.search(r"step \d+: non-finite (output|gradient) of \w+", status) and len(status.splitlines()) == 1
+    kept = final(tmp_path / "run")
+    assert all(torch.isfinite(t).all() for t in kept["state"].values())
+    assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
+
+
+def test_wandb_offline(corpus, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(*flags(tmp_path / "run", corpus, max_iters=10, gate_start=3, gate_end=8, wandb_log=True, wandb_mode="offline"))
+    assert list((tmp_path / "run/wandb").glob("offline-run-*"))
+
+
+def test_sample_from_every_file(reference, capsys):
+    texts = []
+    for name in ("", "ckpt.pt", "unfused.pt", "folded.pt"):
+        train(reference / name, "--prompt=def ", "--temperature=0", "--max_new_tokens=12", program="sample.py")
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1 and texts[0].startswith("def ") and len(texts[0]) > 5
+
+
+# --- bad input
+
+
+def refused(capsys, *argv, program="train.py") -> str:
+    """The one line that a command says when it leaves with status 2."""
+    capsys.readouterr()
+    train(*argv, expect=2, program=program)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    for knobs, words in (
+        (dict(n_layers=3), ["n_layers", "n_layer"]),
+        (dict(n_layer=2.5), ["n_layer", "int"]),
+        (dict(taper="inernal"), ["internal"]),
+        (dict(norm="dyt"), ["taper", "rmsnorm"]),
+        (dict(gate_start=50), ["gate_start", "gate_end"]),
+        (dict(n_head=5), ["n_embd", "n_head"]),
+        (dict(block_size=10**6), ["tokens", "block_size"]),
+        (dict(vocab_size=200), ["vocab_size", "400"]),
+        (dict(dataset="nosuch"), ["nosuch", "stdlib", "tinystories"]),
+        (dict(device="cuda:77"), ["device"]),
+        (dict(device="tpu"), ["device", "cpu"]),
+        (dict(init_from="resume"), ["resume", "ckpt.pt"]),
+    ):
+        line = refused(capsys, *flags(run, corpus, **knobs))
+        assert all(word in line for word in words), line
+        assert not run.exists(), knobs
+    assert "config/demo.py" in refused(capsys, "config/dem.py")
+
+
+def test_refused_corpora(corpus, tmp_path, capsys):
+    def broken(name, change):
+        folder = tmp_path / name
+        folder.mkdir()
+        for p in corpus.iterdir():
+            (folder / p.name).write_bytes(p.read_bytes())
+        change(folder)
+        return refused(capsys, *flags(tmp_path / "run", folder))
+
+    def edit(**values):
+        return lambda f: (f / "meta.json").write_text(json.dumps({**json.loads((f / "meta.json").read_text()), **values}))
+
+    assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
+    assert "beyond the vocabulary" in broken("ids", edit(vocab_size=390))
+    assert "prepare" in broken("json", lambda f: (f / "meta.json").write_text("{"))
+    assert "prepare" in broken("keys", lambda f: (f / "meta.json").write_text("{}"))
+    assert "tokenizer" in broken("tokenizer", lambda f: (f / "tokenizer.model").unlink())
+    assert not (tmp_path / "run").exists()
+
+
+def test_refused_run_folders(reference, corpus, tmp_path, capsys):
+    assert "another run" in refused(capsys, *flags(reference, corpus))
+    before = {p.name: p.read_bytes() for p in reference.iterdir()}
+    assert "n_embd=64" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--n_embd=64")
+    assert "seed" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--seed=1")
+    assert before == {p.name: p.read_bytes() for p in reference.iterdir()}
+    (tmp_path / "file").write_text("")
+    assert "out_dir" in refused(capsys, *flags(tmp_path / "file" / "run", corpus))
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/ckpt.pt").write_bytes(before["ckpt.pt"][:5000])
+    assert "cut short" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
+    (tmp_path / "cut/ckpt.pt").write_bytes(before["folded.pt"])
+    assert "not a training checkpoint" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
+
+
+def test_refused_samples(reference, tmp_path, capsys):
+    assert "no model file" in refused(capsys, tmp_path / "none.pt", program="sample.py")
+    assert "holds no run" in refused(capsys, tmp_path, program="sample.py")
+    assert "temperature" in refused(capsys, reference, "--temperature=-1", program="sample.py")
+    assert "name one" in refused(capsys, program="sample.py")
+    (tmp_path / "folded.pt").write_bytes((reference / "folded.pt").read_bytes())
+    assert "tokenizer" in refused(capsys, tmp_path, "--prompt=a", program="sample.py")

@@ -1,0 +1,484 @@
+"""Train a transformer, with its norms kept or tapered away, and export it.
+
+    python train.py config/demo.py                                 # a run on one device
+    python train.py config/taper_30m.py --max_iters=20000          # files in order, then flags; --help lists them
+    python train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run
+    torchrun --nproc_per_node=4 train.py config/taper_30m.py       # several GPUs or processes
+
+Writes out_dir/: config.json, metrics.jsonl, ckpt.pt, tokenizer.model and, at the end, the exports
+(unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
+"""
+
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, one_line_errors, parse
+from model import ModelConfig, ModelError, Transformer, export, exports, read_file
+
+# ---------------------------------------------------------------------------------------------------------
+# data: a batch is a function of (seed, step, index of the micro-batch over all ranks), of nothing else
+
+
+def open_corpus(folder: Path, block_size: int) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """(meta.json, train tokens, val tokens) of a prepared corpus; tokens are memory-mapped int16 holding uint16 ids."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        counts, vocab = {split: meta[f"{split}_tokens"] for split in ("train", "val")}, meta["vocab_size"]
+        splits = []
+        for split, n in counts.items():
+            path = folder / f"{split}.bin"
+            if path.stat().st_size != 2 * n:
+                raise BadInput(f"{path} has {path.stat().st_size} bytes, meta.json says {2 * n}; prepare {folder} again")
+            if n <= block_size:
+                raise BadInput(f"{path} has {n} tokens, too few for one window of block_size={block_size}")
+            if (top := int(np.memmap(path, dtype="<u2", mode="r").max())) >= vocab:
+                raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {vocab}; prepare {folder} again")
+            splits.append(torch.from_file(str(path), size=n, dtype=torch.int16))
+        if not (folder / meta["tokenizer"]).is_file():
+            raise BadInput(f"{folder} lacks its {meta['tokenizer']}; prepare it again")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise BadInput(f"{folder} is no prepared corpus ({type(e).__name__}: {e}); prepare it again") from None
+    return meta, *splits
+
+
+def windows(tokens, starts, length: int, device):
+    """(inputs, targets), each (len(starts), length), of the windows that begin at `starts` (numpy int64)."""
+    at = torch.from_numpy(starts).to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
+    ids = tokens[at].to(device, non_blocking=True).long() & 0xFFFF  # the int16 hold uint16
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train_batch(tokens, cfg, step: int, index: int, device):
+    """Micro-batch `index` (over all ranks) of optimizer step `step`."""
+    rng = np.random.default_rng((cfg.seed, step, index))
+    return windows(tokens, rng.integers(len(tokens) - cfg.block_size, size=cfg.batch_size), cfg.block_size, device)
+
+
+@torch.no_grad()
+def validate(model, tokens, cfg, device, autocast, rank: int, ranks: int) -> float:
+    """Mean cross-entropy, nats per token, over the whole split in order, every token but the first predicted once."""
+    T, n = cfg.block_size, len(tokens) - 1
+    starts = np.arange(0, n - n % T, T)
+    batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
+    if n % T:
+        batches.append((np.array([n - n % T]), n % T))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for begin, length in batches[rank::ranks]:
+        with autocast:
+            total += model(*windows(tokens, begin, length, device)).ce.double() * (len(begin) * length)
+    if ranks > 1:
+        dist.all_reduce(total)
+    return total.item() / n
+
+
+# ---------------------------------------------------------------------------------------------------------
+# schedules: functions of the step
+
+
+def lr_at(step: int, cfg) -> float:
+    """Linear warmup, then cosine to min_lr."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    t = min(1.0, (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def gate_at(step: int, cfg) -> tuple[str, float]:
+    """(phase, gate) (TaperNorm, eq. 8)."""
+    if step < cfg.gate_start:
+        return "norm", 1.0
+    if step >= cfg.gate_end:
+        return "scale", 0.0
+    return "blend", 0.5 * (1 + math.cos(math.pi * (step - cfg.gate_start) / (cfg.gate_end - cfg.gate_start)))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is measured beside the loss
+
+
+def grad_norms(model) -> dict[str, float]:
+    """Gradient norm by kind of weight, the mean over the weights of that kind, before clipping."""
+    kinds = {"qkv": "attn.qkv.", "proj": "attn.proj.", "gate_up": "mlp.gate_up.", "down": "mlp.down.", "emb": "tok_emb.", "norm": "norm_"}
+    out = {}
+    for kind, mark in kinds.items():
+        norms = [p.grad.norm() for name, p in model.named_parameters() if mark in name and p.grad is not None]
+        if norms:  # all-taper at gate 0 without a shift has a norm gain left; a plain model always has
+            out[f"grad/{kind}"] = torch.stack(norms).mean().item()
+    return out
+
+
+def measure_peak(device, dtype) -> float:
+    """FLOP/s of a large square matrix product on this device, best of 10: what 100% MFU means here."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, best = torch.randn(n, n, device=device, dtype=dtype), math.inf
+    for _ in range(10):
+        t = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - t)
+    return 2 * n**3 / best
+
+
+def first_nonfinite(model, batches, autocast) -> str:
+    """Name the tensor in which a non-finite value first shows when `batches` run through the model again."""
+    found = []
+
+    def look(name):
+        def hook(module, args, out):
+            out = out if isinstance(out, torch.Tensor) else out.total
+            if not found and not torch.isfinite(out).all():
+                found.append(f"output of {name or 'the loss'}")
+
+        return hook
+
+    hooks = [m.register_forward_hook(look(name)) for name, m in model.named_modules()]
+    model.zero_grad(set_to_none=True)
+    for x, y in batches:
+        with autocast:
+            model(x, y).total.backward()
+    for h in hooks:
+        h.remove()
+    grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    return found[0] if found else f"gradient of {grads[-1]}" if grads else "the sum over ranks; this rank's part is finite"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# files
+
+
+def save(payload: dict, path: Path):
+    with atomic_write(path) as f:
+        torch.save(payload, f)
+
+
+def save_json(value, path: Path):
+    with atomic_write(path, "w") as f:
+        f.write(json.dumps(value, indent=1) + "\n")
+
+
+def versions(device) -> dict:
+    """Code and software that make this run."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        commit += "-dirty" if subprocess.run([*git, "status", "--porcelain"], capture_output=True).stdout else ""
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"commit": commit, "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
+            "device": name, "threads": torch.get_num_threads()}  # fmt: skip
+
+
+def resumed(cfg: Config, explicit: set) -> tuple[Config, dict]:
+    """(the run's own settings, its checkpoint) for --init_from=resume. BadInput if what was asked for is another run."""
+    path = Path(cfg.out_dir) / "ckpt.pt"
+    if not path.exists():
+        raise BadInput(f"nothing to resume: {path} does not exist; start the run without --init_from=resume")
+    ckpt = read_file(path)
+    if not isinstance(ckpt.get("run"), dict) or "optimizer" not in ckpt or set(ckpt["run"]) != {f.name for f in fields(Config)}:
+        raise BadInput(f"{path} is not a training checkpoint of this version")
+    run = Config(**ckpt["run"])
+    for name in sorted(explicit - FREE_ON_RESUME):
+        ours, theirs = getattr(cfg, name), getattr(run, name)
+        if ours is not None and ours != theirs:
+            raise BadInput(
+                f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or start anew in another out_dir"
+            )
+    return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME}), ckpt
+
+
+def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
+    """The device and compute type asked for; BadInput, with one that works, if there is none such."""
+    name = cfg.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise BadInput(
+            f"device={cfg.device} is not to be had here; use --device={'cuda' if torch.cuda.is_available() else 'cpu'}"
+        ) from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"device={cfg.device} is not supported; use --device=cpu or --device=cuda")
+    bf16 = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if cfg.dtype == "bfloat16" and not bf16:
+        raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
+    helps = device.type == "cuda" or cfg.n_embd >= 256  # on a CPU the casts cost more than they save below that
+    dtype = ("bfloat16" if bf16 and helps else "float32") if cfg.dtype == "auto" else cfg.dtype
+    return device, getattr(torch, dtype)
+
+
+def main():
+    # --- what to run
+    cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
+    cfg, ckpt = resumed(cfg, explicit) if cfg.init_from == "resume" else (cfg.resolve(), None)
+    knobs = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig) if f.name != "form" and getattr(cfg, f.name, None) is not None}
+    model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
+    out_dir = Path(cfg.out_dir)
+    rank, ranks, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    main_rank = rank == 0
+    if ckpt is None and (held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "config.json", "metrics.jsonl")) if p.exists()]):
+        raise BadInput(
+            f"{out_dir} holds another run ({held[0]}); go on with it: --init_from=resume, or choose another --out_dir, or delete it"
+        )
+    if cfg.gradient_accumulation_steps % ranks:
+        raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
+    device, dtype = pick_device(cfg, local_rank)
+    if cfg.wandb_log and main_rank:
+        try:
+            import wandb
+        except ImportError:
+            raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
+    if ranks > 1:
+        dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
+        host_group = dist.new_group(backend="gloo")  # for agreeing on signals without touching the GPU
+
+    # --- data
+    folder = ROOT / "data" / cfg.dataset
+    if not (folder / "meta.json").exists() and main_rank:
+        if not (folder / "prepare.py").exists():
+            known = ", ".join(sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py")))
+            raise BadInput(f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {known}, or name a prepared folder")
+        if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+            sys.exit(2)  # prepare.py has said why
+    if ranks > 1:
+        dist.barrier()
+    corpus, train_tokens, val_tokens = open_corpus(folder, cfg.block_size)
+    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
+        raise BadInput(f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {folder}; leave it out or raise it")
+    model_config = replace(model_config, vocab_size=cfg.vocab_size or corpus["vocab_size"])
+    if device.type == "cuda" and 2 * (len(train_tokens) + len(val_tokens)) < 0.25 * torch.cuda.mem_get_info(device)[0]:
+        train_tokens, val_tokens = train_tokens.to(device), val_tokens.to(device)  # else they stay memory-mapped
+
+    # --- model, optimizer
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
+    torch.manual_seed(cfg.seed)  # the same weights on every rank
+    iter_num, run_id, val = 0, uuid.uuid4().hex[:8], {}
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # of ce, aux and 1 since the last log line
+    if ckpt is None:
+        model = Transformer(model_config)
+    else:
+        model = Transformer.from_file(ckpt, out_dir / "ckpt.pt")
+        if model.config != model_config or ckpt["meta"]["corpus"]["tokenizer_sha256"] != corpus["tokenizer_sha256"]:
+            raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
+        iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
+        totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
+    model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
+    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]  # gains, shifts and scalars do not decay
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
+    if ckpt is not None:
+        optimizer.load_state_dict(ckpt["optimizer"])
+    ckpt = None  # frees the copy
+    compiled = torch.compile(model) if (cfg.compile if cfg.compile is not None else device.type == "cuda") else model
+
+    def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
+        return compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
+
+    model.set_phase(model.phase)
+    step_model = wrap()
+
+    # --- run folder
+    code = versions(device)
+    origin = {
+        "dataset": cfg.dataset,
+        "tokenizer": "tokenizer.model",
+        **{k: corpus[k] for k in ("tokenizer_sha256", "vocab_size", "source")},
+    }
+
+    def checkpoint():
+        """Everything that the next step depends on. The metrics reach the disk first, so none is missing behind it."""
+        if ranks > 1:
+            dist.all_reduce(totals)
+        if not main_rank:
+            totals.zero_()  # the first rank now holds everyone's
+            return
+        if metrics is not None:
+            os.fsync(metrics.fileno())
+        meta = {"iter": iter_num, "phase": model.phase, "gate": model.gate.item(), "corpus": origin, "versions": code}
+        progress = {"iter": iter_num, "run_id": run_id, "totals": totals.cpu(), "val": val}
+        save({**model.to_file(meta), "optimizer": optimizer.state_dict(), "run": asdict(cfg), "progress": progress}, out_dir / "ckpt.pt")
+
+    metrics, wandb_run = None, None
+    if main_rank:
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            for stale in out_dir.glob("*.tmp"):
+                stale.unlink()
+        except OSError as e:
+            raise BadInput(f"cannot write out_dir {out_dir}: {e.strerror}; name another --out_dir") from None
+        log_path, kept = out_dir / "metrics.jsonl", []
+        if iter_num and log_path.exists():  # drop what a killed run logged after its last checkpoint
+            lines = [line for line in log_path.read_bytes().split(b"\n")[:-1] if line]
+            kept = [line for line in lines if json.loads(line).get("iter", 0) <= iter_num]
+        header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": sum(p.numel() for p in model.parameters())}
+        with atomic_write(log_path) as f:
+            f.write(b"".join(line + b"\n" for line in kept) or json.dumps(header).encode() + b"\n")
+        with atomic_write(out_dir / "tokenizer.model") as f:
+            f.write((folder / corpus["tokenizer"]).read_bytes())
+        save_json(asdict(cfg), out_dir / "config.json")
+        metrics = open(log_path, "a")
+        if cfg.wandb_log:
+            wandb_run = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or out_dir.name, config=asdict(cfg),
+                                   id=run_id, resume="allow", mode=cfg.wandb_mode, dir=out_dir)  # fmt: skip
+        print(f"{header['parameters'] / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens of {corpus['source']};"
+              f" {str(dtype).removeprefix('torch.')} on {code['device']}; writing {out_dir}")  # fmt: skip
+
+    if iter_num == 0:
+        checkpoint()  # from here on a killed run can be resumed
+
+    # --- the loop
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    micro_steps = cfg.gradient_accumulation_steps // ranks
+    peak = measure_peak(device, dtype) * ranks if main_rank else 0.0
+    stop = 0  # the signal that asked to leave
+
+    def on_signal(signum, frame):
+        nonlocal stop
+        stop = signum
+        signal.signal(signum, signal.SIG_DFL)  # the second one leaves at once
+
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, on_signal)
+    bad_step = torch.full((), -1, device=device)  # first step with a non-finite gradient; no update is made from there on
+    params = list(model.parameters())
+    bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
+    clock, clock_iter = time.perf_counter(), iter_num
+    while iter_num < cfg.max_iters and not stop:
+        phase, gate = gate_at(iter_num, cfg)
+        if phase != model.phase:
+            if model.phase == "norm":
+                model.calibrate()
+            model.set_phase(phase)
+            step_model = wrap()
+        model.gate.fill_(gate)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(iter_num, cfg)
+
+        # forward and backward; nothing here waits for the device
+        for micro in range(micro_steps):
+            x, y = train_batch(train_tokens, cfg, iter_num, micro * ranks + rank, device)
+            if ranks > 1:
+                step_model.require_backward_grad_sync = micro == micro_steps - 1
+            with autocast:
+                losses = step_model(x, y)
+            (losses.total / micro_steps).backward()
+            totals += torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double()
+        model.update_statistics(dist.all_reduce if ranks > 1 else None)
+
+        # clip and step; with a non-finite gradient the optimizer leaves the weights as they are
+        last = iter_num + 1
+        logs, evals = last % cfg.log_interval == 0 or last == cfg.max_iters, last % cfg.eval_interval == 0 or last == cfg.max_iters
+        saves, boundary = last % cfg.ckpt_interval == 0 or last == cfg.max_iters, gate_at(last, cfg)[0] != phase
+        grads = [p.grad for p in params if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(grads)
+        line = {"grad/total": total_norm.item(), **grad_norms(model)} if logs and main_rank else {}
+        if cfg.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_([p for p in params if p.grad is not None], cfg.grad_clip, total_norm)
+        bad_step = torch.where((bad_step < 0) & ~torch.isfinite(total_norm), iter_num, bad_step)
+        optimizer.found_inf = (bad_step >= 0).float()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        iter_num = last
+        if ranks > 1:  # every rank leaves at the same step
+            flag = torch.tensor(stop)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, host_group)
+            stop = flag.item()
+
+        # look, where it is time to
+        if (logs or evals or saves or boundary or stop) and (k := bad_step.item()) >= 0:
+            model.gate.fill_(gate_at(k, cfg)[1])
+            batches = [train_batch(train_tokens, cfg, k, micro * ranks + rank, device) for micro in range(micro_steps)]
+            where = first_nonfinite(model, batches, autocast)
+            raise SystemExit(f"train.py: step {k}: non-finite {where}; {out_dir}/ckpt.pt keeps the last good state. Lower learning_rate?")
+        model.gate.fill_(gate_at(iter_num, cfg)[1])  # a log line describes the model after its step
+        if logs:
+            if ranks > 1:
+                dist.all_reduce(totals)
+            ce, aux, n = totals.tolist()
+            totals.zero_()
+            seconds = time.perf_counter() - clock
+            speed = (iter_num - clock_iter) * tokens_per_iter / seconds
+            s, l2 = model.diagnostics(losses.stream)
+            line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n,
+                     "lr": lr_at(iter_num, cfg), "s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": speed,
+                     "perf/mfu": speed * model.flops_per_token() / peak if peak else 0.0}  # fmt: skip
+            if model.anchor is not None:
+                line["s/target"] = model.anchor.target_now().item()
+            if model.taper_norms():
+                line["gate"] = model.gate.item()
+            for name, norm in model.taper_norms().items():
+                line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
+            bar.set_postfix(loss=f"{line['train/loss']:.3f}", gate=f"{line.get('gate', 1):.2f}", tok_s=f"{speed:,.0f}", refresh=False)
+        if evals:
+            shard = (val_tokens, cfg, device, autocast, rank, ranks)
+            model.eval()
+            val = {"val/loss": validate(model, *shard)}
+            val["val/bpb"] = val["val/loss"] * (len(val_tokens) - 1) / math.log(2) / corpus["val_bytes"]
+            model.train()
+            if model.taper_norms():  # the same at the current gate
+                val["val/loss_gated"] = validate(model, *shard)
+            line |= val
+        if main_rank and (logs or evals):
+            metrics.write(json.dumps({"iter": iter_num, **line}) + "\n")
+            metrics.flush()
+            if wandb_run is not None:
+                wandb_run.log(line, step=iter_num)
+        if main_rank and evals:
+            tqdm.write(f"step {iter_num}: " + ", ".join(f"{k} {v:.4f}" for k, v in val.items()) + f", gate {model.gate.item():.3f}")
+        if saves or stop:
+            checkpoint()
+        bar.update()
+        if logs or evals or saves:
+            clock, clock_iter = time.perf_counter(), iter_num
+    bar.close()
+    if stop and iter_num < cfg.max_iters:
+        if main_rank:
+            print(
+                f"stopped by {signal.Signals(stop).name} at step {iter_num}; go on: python train.py --init_from=resume --out_dir={out_dir}"
+            )
+        sys.exit(128 + stop)
+
+    # --- the exports, each proved against the trained model on real text
+    if main_rank:
+        starts = np.arange(min(4, (len(val_tokens) - 1) // cfg.block_size)) * cfg.block_size
+        sample, _ = windows(val_tokens, starts, cfg.block_size, device)
+        files, proofs = exports(model_config), []
+        for name, form in files.items():
+            exported, errors = export(model, form, sample)
+            meta = {"iter": iter_num, "corpus": origin, "versions": code, "fold_error": errors, "run": asdict(cfg), **val}
+            save(exported.cpu().to_file(meta), out_dir / name)
+            proofs.append(f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items()))
+        print(f"exported {' and '.join(str(out_dir / name) for name in files)}")
+        print(f"largest logit difference from the trained model, relative to the largest logit: {'; '.join(proofs)}")
+        print(f"next: python bench.py {out_dir}    or    python sample.py {out_dir} --prompt=...")
+        if wandb_run is not None:
+            wandb_run.finish()
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_line_errors(ModelError):
+        main()
