@@ -54,7 +54,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             object.__setattr__(self, "n_kv_head", self.n_head)
-        kinds, size = ("rmsnorm", "layernorm"), self.n_embd // self.n_head
+        bias_norms, size, coupled = ("layernorm", "cbwc"), self.n_embd // self.n_head, self.norm == "coupled"
+        tapers, skip = self.taper != "none", self.calib_skip_first
         for ok, why in (
             (self.n_embd % self.n_head == 0, f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"),
             (size % 2 == 0, f"n_embd/n_head={size} must be even: RoPE turns pairs"),
@@ -63,18 +64,15 @@ class ModelConfig:
             (self.taper in TAPERED_SITES, f"taper={self.taper!r} is none of {', '.join(TAPERED_SITES)}"),
             (self.form in FORMS, f"form={self.form!r} is none of {', '.join(FORMS)}"),
             (
-                self.taper == "none" or self.norm in kinds,
-                f"taper={self.taper} needs norm=rmsnorm or layernorm; with {self.norm} use taper=none",
+                not tapers or self.norm in ("rmsnorm", "layernorm"),
+                f"a taper needs norm=rmsnorm or layernorm; with {self.norm} use taper=none",
             ),
-            (self.norm_bias or self.norm in ("layernorm", "cbwc"), f"norm_bias=False needs norm=layernorm or cbwc, not {self.norm}"),
-            (self.norm == "coupled" or not self.coupled_grad, f"coupled_grad=True needs norm=coupled, not {self.norm}"),
-            (self.norm == "coupled" or self.coupled_from_layer == 0, f"coupled_from_layer needs norm=coupled, not {self.norm}"),
+            (self.norm_bias or self.norm in bias_norms, f"norm_bias=False needs norm=layernorm or cbwc, not {self.norm}"),
+            (coupled or not self.coupled_grad, f"coupled_grad=True needs norm=coupled, not {self.norm}"),
+            (coupled or self.coupled_from_layer == 0, f"coupled_from_layer needs norm=coupled, not {self.norm}"),
             (self.coupled_from_layer < self.n_layer, "coupled_from_layer must be below n_layer; for RMSNorm everywhere use norm=rmsnorm"),
-            (
-                self.taper != "none" or not self.calib_skip_first,
-                "calib_skip_first=True needs a taper: with taper=none nothing is calibrated",
-            ),
-            (self.block_size > 1 or not self.calib_skip_first, "calib_skip_first=True needs block_size above 1"),
+            (tapers or not skip, "calib_skip_first=True needs a taper: with taper=none nothing is calibrated"),
+            (self.block_size > 1 or not skip, "calib_skip_first=True needs block_size above 1"),
         ):
             if not ok:
                 raise ModelError(why)
@@ -189,34 +187,62 @@ class Scale(nn.Module):
         return Identity(), self.weight, self.bias, self.centre
 
 
-class TaperNorm(nn.Module):
+class Tracker(nn.Module):
+    """Bias-corrected EMAs of token means, one observation per optimizer step, collected in the "norm" phase.
+
+    `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over its
+    tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
+    """
+
+    def __init__(self, rate: float, *quantities: str):
+        super().__init__()
+        self.phase, self.rate, self.quantities = "norm", rate, quantities
+        for name in (*quantities, "ema_count"):
+            self.register_buffer(name, torch.tensor(0.0))
+        self.register_buffer("sums", torch.zeros(len(quantities) + 1), persistent=False)
+
+    def collecting(self) -> bool:
+        return self.phase == "norm" and self.training and torch.is_grad_enabled()
+
+    def add(self, *values):
+        """Add this micro-batch to the step's sums. values: one (B, T) a quantity."""
+        self.sums += torch.stack((*(v.sum() for v in values), torch.full_like(values[0][0, 0], values[0].numel())))
+
+    def averages(self) -> list:
+        return [getattr(self, name) for name in self.quantities]
+
+    def corrected(self) -> list:
+        return [ema / (1 - (1 - self.rate) ** self.ema_count) for ema in self.averages()]
+
+    def freeze(self, buffer, value):
+        if not (torch.isfinite(value) and value > 0):
+            raise ModelError(
+                f"cannot calibrate on {self.ema_count.item():g} steps that give {value.item():g}; is the stream 0, or gate_start too early?"
+            )
+        buffer.copy_(value)
+
+
+class TaperNorm(Tracker):
     """RMSNorm (or LayerNorm, `centre`) that the gate g turns into a fixed scaling (TaperNorm, eq. 4).
 
         g * h/r(h) * weight + (1-g) * c * h * weight_tilde
 
-    For LayerNorm h is h - mean(h), r is sigma, and a bias is added. `phase` is host state, set by
-    Transformer.set_phase: "norm" is the plain norm (the baseline's own kernel) and collects the statistics
-    behind c; "blend" is the formula; "scale" is its g = 0 case. In eval mode the module is always at g = 0,
-    before calibration with the c that calibration would give now.
+    For LayerNorm h is h - mean(h), r is sigma, and a bias is added. Phase "norm" is the plain norm (the baseline's
+    own kernel), "blend" the formula, "scale" its g = 0 case. In eval mode the module is always at g = 0, before
+    calibration with the c that calibration would give now.
     """
 
     def __init__(self, dim: int, eps: float, centre: bool = False, shift: bool = False, skip_first: bool = False, ema_rate: float = 0.01):
-        super().__init__()
-        self.eps, self.centre, self.skip_first, self.ema_rate = eps, centre, skip_first, ema_rate
-        self.phase = "norm"
+        super().__init__(ema_rate, "ema_num", "ema_den")
+        self.eps, self.centre, self.skip_first = eps, centre, skip_first
         self.weight = nn.Parameter(torch.ones(dim))
         self.weight_tilde = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
         self.register_buffer("c", torch.tensor(1.0))
-        self.register_buffer("ema_num", torch.tensor(0.0))
-        self.register_buffer("ema_den", torch.tensor(0.0))
-        self.register_buffer("ema_count", torch.tensor(0.0))
-        # sums over the tokens of the current optimizer step: of |h w|^2/r, of |h w|^2, and their number
-        self.register_buffer("sums", torch.zeros(3), persistent=False)
 
     def forward(self, h, gate=None):
         if self.training and self.phase == "norm":
-            if torch.is_grad_enabled():
+            if self.collecting():
                 self.observe(h)
             if self.centre:
                 return F.layer_norm(h, h.shape[-1:], self.weight, self.bias, self.eps)
@@ -230,31 +256,22 @@ class TaperNorm(nn.Module):
 
     @torch.no_grad()
     def observe(self, h):
-        """Add this micro-batch to the step's sums. h: (B, T, D)."""
+        """num = |h w|^2 / r(h) and den = |h w|^2 of every token. h: (B, T, D)."""
         x = upcast(h[:, 1:] if self.skip_first else h)
         if self.centre:
             x = x - x.mean(-1, keepdim=True)
         r = torch.sqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + self.eps)  # (B, T)
         power = torch.linalg.vector_norm(x * self.weight, dim=-1).square()  # (B, T)
-        self.sums += torch.stack(((power / r).sum(), power.sum(), torch.full_like(power[0, 0], power.numel())))
-
-    def averages(self) -> list:
-        return [self.ema_num, self.ema_den]
+        self.add(power / r, power)
 
     def c_now(self):
         """c* = E[|h w|^2/r] / E[|h w|^2], the least-squares fit of c h w to h/r w (TaperNorm, eq. 6). 0-dim."""
-        correction = 1 - (1 - self.ema_rate) ** self.ema_count
-        return self.ema_num / correction / (self.ema_den / correction + 1e-12)
+        num, den = self.corrected()
+        return num / (den + 1e-12)
 
     def calibrate(self):
-        """Freeze c and start weight_tilde from weight. ModelError if nothing, or nothing usable, was observed."""
-        c = self.c_now()
-        if not (torch.isfinite(c) and c > 0):
-            raise ModelError(
-                f"cannot calibrate: c = {c.item():g} after {self.ema_count.item():g} observations"
-                f" (num {self.ema_num.item():g}, den {self.ema_den.item():g}); is the residual stream zero, or gate_start too early?"
-            )
-        self.c.copy_(c)
+        """Freeze c and start weight_tilde from weight. ModelError if nothing usable was observed."""
+        self.freeze(self.c, self.c_now())
         self.weight_tilde.copy_(self.weight)
 
     def fixed(self):
@@ -276,41 +293,30 @@ def stream_scale(h, eps: float, centre: bool):
     return torch.sqrt((h.var(-1, correction=0) if centre else h.square().mean(-1)) + eps)
 
 
-class ScaleAnchor(nn.Module):
+class ScaleAnchor(Tracker):
     """Fixed-target scale loss on the input of the final norm (TaperNorm, eq. 9): mean((s(h) - s_tgt)^2).
 
-    s is r(h), or sigma for LayerNorm. In the "norm" phase the loss is 0 and the mean of s is tracked; the
+    s is r(h), or sigma for LayerNorm. In the "norm" phase there is no loss and the mean of s is tracked; the
     target is its bias-corrected EMA, frozen when that phase ends.
     """
 
     def __init__(self, eps: float, centre: bool, ema_rate: float):
-        super().__init__()
-        self.eps, self.centre, self.ema_rate = eps, centre, ema_rate
-        self.phase = "norm"
-        self.register_buffer("ema_s", torch.tensor(0.0))
-        self.register_buffer("ema_count", torch.tensor(0.0))
+        super().__init__(ema_rate, "ema_s")
+        self.eps, self.centre = eps, centre
         self.register_buffer("target", torch.tensor(0.0))
-        self.register_buffer("sums", torch.zeros(2), persistent=False)  # of s over tokens, and their number
 
     def forward(self, h):
         if self.phase != "norm":
             return (stream_scale(h, self.eps, self.centre) - self.target).square().mean()
-        if self.training and torch.is_grad_enabled():
-            s = stream_scale(h.detach(), self.eps, self.centre)
-            self.sums += torch.stack((s.sum(), torch.full_like(s[0, 0], s.numel())))
+        if self.collecting():
+            self.add(stream_scale(h.detach(), self.eps, self.centre))
         return None
 
-    def averages(self) -> list:
-        return [self.ema_s]
-
     def target_now(self):
-        return self.ema_s / (1 - (1 - self.ema_rate) ** self.ema_count) if self.phase == "norm" else self.target
+        return self.corrected()[0] if self.phase == "norm" else self.target
 
     def calibrate(self):
-        target = self.target_now()
-        if not torch.isfinite(target):
-            raise ModelError(f"cannot freeze the scale target: {target.item():g} after {self.ema_count.item():g} observations")
-        self.target.copy_(target)
+        self.freeze(self.target, self.target_now())
 
 
 NORMS = {  # name -> norm of a ModelConfig
@@ -553,13 +559,13 @@ class Transformer(nn.Module):
         sites = {f"{i}.{kind}": getattr(b, f"norm_{kind}") for i, b in enumerate(self.blocks) for kind in ("attn", "mlp")}
         return {k: n for k, n in {**sites, "final": self.norm_final}.items() if isinstance(n, TaperNorm)}
 
-    def trackers(self) -> list:
-        return [*self.taper_norms().values(), *([] if self.anchor is None else [self.anchor])]
+    def trackers(self) -> dict[str, Tracker]:
+        return self.taper_norms() | ({} if self.anchor is None else {"anchor": self.anchor})
 
     def set_phase(self, phase: str):
         """ "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
         self.phase = phase
-        for t in self.trackers():
+        for t in self.trackers().values():
             t.phase = phase
         for n in self.taper_norms().values():
             n.weight.requires_grad_(phase != "scale")
@@ -568,7 +574,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def calibrate(self):
         """At the end of the norm phase: freeze every c and the scale target. Raises ModelError, naming the norm."""
-        for name, tracker in [*self.taper_norms().items(), *([] if self.anchor is None else [("anchor", self.anchor)])]:
+        for name, tracker in self.trackers().items():
             try:
                 tracker.calibrate()
             except ModelError as e:
@@ -577,7 +583,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def update_statistics(self, all_reduce=None):
         """One EMA observation from the step's micro-batches, `all_reduce` summing over ranks in place. Once per step."""
-        trackers = self.trackers() if self.phase == "norm" else []
+        trackers = list(self.trackers().values()) if self.phase == "norm" else []
         if not trackers:
             return
         flat = torch.cat([t.sums for t in trackers])
@@ -691,17 +697,6 @@ def read_file(path) -> dict:
     return file
 
 
-def model_file(path) -> Path:
-    """The model file that `path` means: itself, or of a run folder the first of folded.pt, model.pt, ckpt.pt. ModelError."""
-    path = Path(path)
-    if not path.is_dir():
-        return path
-    for name in ("folded.pt", "model.pt", "ckpt.pt"):
-        if (path / name).exists():
-            return path / name
-    raise ModelError(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # folding: everything linear that stands before a matrix product moves into the matrix
 
@@ -772,9 +767,8 @@ def unfuse(model: Transformer) -> Transformer:
 
 def exports(config: ModelConfig) -> dict[str, str]:
     """{file name: form} that a finished run writes: two where folding changes the network, else one."""
-    if config.taper != "none" or config.norm in ("coupled", "cbwc"):
-        return {"unfused.pt": "unfused", "folded.pt": "folded"}
-    return {"model.pt": "folded"}
+    changes = config.taper != "none" or config.norm in ("coupled", "cbwc")
+    return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "folded"}
 
 
 FORMS = {"trained": lambda m: m, "unfused": unfuse, "folded": fold, "weightless": partial(fold, gains=True)}

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import torch
 
-from config import BadInput, Count, NonNegative, Whole, one_line_errors, parse
+from config import BadInput, Count, NonNegative, Whole, model_file, one_line_errors, parse
 from data import Tokenizer, load_tokenizer
-from model import ModelError, Transformer, model_file
+from model import ModelError, Transformer
 
 
 @dataclass

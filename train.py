@@ -26,35 +26,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, one_line_errors, parse
+from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, one_line_errors, parse
+from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, export, exports, read_file
+
+try:
+    from tqdm import tqdm
+except ImportError:  # training needs torch, numpy and sentencepiece; without tqdm there is no bar, only lines
+
+    class tqdm:
+        def __init__(self, **_):
+            self.update = self.set_postfix = self.close = lambda *_, **__: None
+
+        write = staticmethod(print)
+
 
 # ---------------------------------------------------------------------------------------------------------
 # data: a batch is a function of (seed, step, index of the micro-batch over all ranks), of nothing else
-
-
-def open_corpus(folder: Path, block_size: int) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """(meta.json, train tokens, val tokens) of a prepared corpus; tokens are memory-mapped int16 holding uint16 ids."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        counts, vocab = {split: meta[f"{split}_tokens"] for split in ("train", "val")}, meta["vocab_size"]
-        splits = []
-        for split, n in counts.items():
-            path = folder / f"{split}.bin"
-            if path.stat().st_size != 2 * n:
-                raise BadInput(f"{path} has {path.stat().st_size} bytes, meta.json says {2 * n}; prepare {folder} again")
-            if n <= block_size:
-                raise BadInput(f"{path} has {n} tokens, too few for one window of block_size={block_size}")
-            if (top := int(np.memmap(path, dtype="<u2", mode="r").max())) >= vocab:
-                raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {vocab}; prepare {folder} again")
-            splits.append(torch.from_file(str(path), size=n, dtype=torch.int16))
-        if not (folder / meta["tokenizer"]).is_file():
-            raise BadInput(f"{folder} lacks its {meta['tokenizer']}; prepare it again")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise BadInput(f"{folder} is no prepared corpus ({type(e).__name__}: {e}); prepare it again") from None
-    return meta, *splits
 
 
 def windows(tokens, starts, length: int, device):
@@ -175,14 +164,8 @@ def save_json(value, path: Path):
 
 def versions(device) -> dict:
     """Code and software that make this run."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        commit += "-dirty" if subprocess.run([*git, "status", "--porcelain"], capture_output=True).stdout else ""
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {"commit": commit, "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
+    return {"commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
             "device": name, "threads": torch.get_num_threads()}  # fmt: skip
 
 
@@ -261,7 +244,8 @@ def main():
             sys.exit(2)  # prepare.py has said why
     if ranks > 1:
         dist.barrier()
-    corpus, train_tokens, val_tokens = open_corpus(folder, cfg.block_size)
+    corpus, *splits = open_corpus(folder, cfg.block_size)
+    train_tokens, val_tokens = map(torch.from_numpy, splits)
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         raise BadInput(f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {folder}; leave it out or raise it")
     model_config = replace(model_config, vocab_size=cfg.vocab_size or corpus["vocab_size"])
@@ -338,7 +322,7 @@ def main():
         with atomic_write(out_dir / "tokenizer.model") as f:
             f.write((folder / corpus["tokenizer"]).read_bytes())
         save_json(asdict(cfg), out_dir / "config.json")
-        metrics = open(log_path, "a")
+        metrics = open(log_path, "a")  # noqa: SIM115 (open as long as the run)
         if cfg.wandb_log:
             wandb_run = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or out_dir.name, config=asdict(cfg),
                                    id=run_id, resume="allow", mode=cfg.wandb_mode, dir=out_dir)  # fmt: skip

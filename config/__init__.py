@@ -18,6 +18,7 @@ import inspect
 import math
 import os
 import re
+import subprocess
 import sys
 import traceback
 import types
@@ -80,6 +81,26 @@ def atomic_write(path: str | Path, mode: str = "wb"):
         if isinstance(cause, OSError):
             raise BadInput(f"cannot write {path}: {cause.strerror or cause}; free the disk or name another folder") from e
         raise
+
+
+def model_file(path: str | Path) -> Path:
+    """The model file that `path` means: itself, or of a run folder the first of folded.pt, model.pt, ckpt.pt. BadInput."""
+    path = Path(path)
+    files = [path / name for name in ("folded.pt", "model.pt", "ckpt.pt")] if path.is_dir() else [path]
+    for file in files:
+        if file.exists():
+            return file
+    raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it" if path.is_dir() else f"no model file {path}")
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with -dirty if files differ from it; None outside git."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return found + ("-dirty" if subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def test_compiled_run_agrees(corpus, tmp_path):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    knobs = dict(dtype="float64", max_iters=50, eval_interval=50)
+    knobs = dict(n_layer=1, dtype="float64", max_iters=50, eval_interval=50)
     train(*flags(tmp_path / "eager", corpus, **knobs))
     train(*flags(tmp_path / "run", corpus, compile=True, **knobs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # one a phase

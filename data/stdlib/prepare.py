@@ -1,0 +1,84 @@
+"""The Python standard library's own source as a corpus: real text that every machine has, no download.
+
+    python data/stdlib/prepare.py [--vocab_size=4096] [--out_dir=PATH]
+
+A document is a file. About 5% of the files, chosen by a hash of their path, are the validation split. With
+CPython 3.11: 607 files, 10.7 MB; other versions differ a little, and meta.json names the version.
+"""
+
+import os
+import platform
+import sys
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from config import BadInput, Count, one_line_errors, parse
+from data import check_vocab_size, open_out_dir, prepare
+
+# What is installed beside the library, tests (twice its size, much of it data and often not installed), and the
+# tables of encodings: 1.4 MB of lines that differ in a number, which took tokens such as "LETTER" for themselves.
+SKIP_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+SKIP_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")  # how this one interpreter was compiled and set up
+MIN_BYTES = 1_000_000
+
+
+@dataclass
+class Knobs:
+    vocab_size: Count = 4096  # token ids, 65536 at most
+    out_dir: str | None = None  # folder to write; None: the one of this file
+
+
+def library_files(root: Path) -> list[str]:
+    """Paths of the library's modules relative to `root`, with / between, sorted."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in SKIP_FOLDERS and not f.startswith(SKIP_PREFIXES)]
+        paths = [Path(folder) / f for f in files if f.endswith(".py") and not f.startswith(SKIP_PREFIXES)]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # a dangling link is none
+    return sorted(found)
+
+
+def read_files(root: Path, paths: list[str]):
+    """Yield each file as a part; empty ones, and the few in another encoding than UTF-8, are no documents."""
+    for path in paths:
+        try:
+            text = (root / path).read_bytes().decode()
+        except UnicodeDecodeError:
+            continue
+        except OSError as e:
+            raise BadInput(f"cannot read {root / path}: {e.strerror}") from None
+        if text.strip():
+            yield text, True
+
+
+def main():
+    knobs, _, words = parse(Knobs, sys.argv[1:], usage="python data/stdlib/prepare.py [--key=value ...]")
+    if words:
+        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    check_vocab_size(knobs.vocab_size)
+    root, version = Path(sysconfig.get_path("stdlib")), f"{platform.python_implementation()} {platform.python_version()}"
+    paths = library_files(root)
+    size = sum((root / path).stat().st_size for path in paths)
+    if size < MIN_BYTES:
+        raise BadInput(f"this {version} came without its library's source ({size:,} bytes of .py in {root}); run prepare.py with one from "
+                       "python.org, a package manager, conda or uv")  # fmt: skip
+    val = {path for path in paths if zlib.crc32(path.encode()) % 20 == 0}
+    train = [path for path in paths if path not in val]
+    print(f"stdlib: the library of {version}, {len(paths)} files, {size:,} bytes", flush=True)
+    with open_out_dir(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
+        prepare(
+            lambda: read_files(root, train),
+            lambda: read_files(root, sorted(val)),
+            out_dir,
+            knobs.vocab_size,
+            f"source of the standard library of {version}, without tests and encodings",
+        )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

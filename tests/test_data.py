@@ -1,0 +1,345 @@
+"""The corpora: what is written is the text, the manifest describes it, and bad input leaves nothing behind."""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from config import ROOT, BadInput
+from data.tinystories.prepare import CUT, stories
+
+SOURCE = [Path(json.__file__).read_text(), Path(re.__file__).read_text(), "\tif x:\n\t\treturn\n", "\0 \u2585 \u2581 caf\u00e9"]
+NASTY = [
+    "\u2581",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\0",
+    data.END,
+    "<unk>",
+    "<0x0A>",
+    "\U0001f600\ufe0f",
+    "\ufeff",
+    "\ufffd",
+    "\u2585",
+    "e\u0301",
+    "self",
+    ":\n    ",
+]
+texts = st.text() | st.lists(st.sampled_from(NASTY) | st.text(max_size=3)).map("".join)
+
+examples = settings(deadline=None, max_examples=200, derandomize=True, database=None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(data.train_tokenizer(SOURCE, 500))
+    return data.load_tokenizer(path)
+
+
+def run(corpus, *flags, cwd=None, **env):
+    command = [sys.executable, ROOT / "data" / corpus / "prepare.py", *flags]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=100)
+
+
+def one_line(result):
+    """The message of a command that refused its input the way every command must."""
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("prepare.py: "), result.stderr
+    return result.stderr
+
+
+def write_stories(path, documents):
+    path.write_bytes("".join(f"{d}\n{data.END}\n" for d in documents).encode())
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the tokenizer
+
+
+@examples
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_text_survives_its_tokens(tokenizer, some):
+    rows = tokenizer.encode_batch(some)
+    assert rows == [tokenizer.encode(text) for text in some]
+    assert [tokenizer.decode(row) for row in rows] == some
+    assert tokenizer.eot_id not in chain.from_iterable(rows)
+
+
+@pytest.mark.parametrize("text", [*NASTY, "".join(NASTY), ""])
+def test_each_nasty_text_survives(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@examples
+@given(st.lists(st.integers(0, 499)))
+def test_any_ids_decode(tokenizer, ids):
+    tokenizer.decode(ids).encode()  # valid Unicode, whatever the model dreamt up
+
+
+def test_ids_that_are_no_text(tokenizer):
+    emoji = tokenizer.encode("\U0001f600")
+    assert tokenizer.decode(emoji[:2] + tokenizer.encode("ok")) == "\ufffd\ufffdok"
+    assert tokenizer.decode([*tokenizer.encode("a b"), tokenizer.eot_id]) == "a b"
+    with pytest.raises(BadInput, match="token id 500 "):
+        tokenizer.decode([3, 500])
+    with pytest.raises(BadInput, match="character 1"):
+        tokenizer.encode("a\ud800")
+
+
+def test_line_ends_and_indentation_are_tokens(tokenizer):
+    assert len(tokenizer.encode("\n        ")) <= 2
+    assert tokenizer.vocab_size == 500
+
+
+def test_sizes_that_do_not_fit_name_one_that_does():
+    for size in (data.MIN_VOCAB + 1, 60_000):
+        with pytest.raises(BadInput) as error:
+            data.train_tokenizer(SOURCE, size)
+        named = int(re.search(r"(\d+) at (most|least)$", str(error.value))[1])
+        assert data.Tokenizer(data.train_tokenizer(SOURCE, named)).vocab_size == named
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "t.model").write_bytes(b"not a model")
+    for name in ("t.model", "absent.model"):
+        with pytest.raises(BadInput, match=name):
+            data.load_tokenizer(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# streaming
+
+
+def test_writing_holds_no_more_than_a_batch(tokenizer):
+    file, part = io.BytesIO(), "word " * 40_000
+
+    def stream():
+        for i in range(60):
+            unwritten = i * len(part) - file.tell() / 2 * 5  # a word and its space are 5 bytes, of 2 tokens at least
+            assert unwritten < 2 * data.BATCH_BYTES
+            yield part, True
+
+    assert data.write_tokens(tokenizer, stream(), file)["documents"] == 60
+    assert file.tell() > 0
+
+
+def test_sample_is_bounded_spread_out_and_the_same_each_time():
+    def stream():
+        return ((f"{i:06d}" + "x" * 9_994, True) for i in range(2000))  # 20 MB
+
+    tracemalloc.start()
+    chosen, total = data.sample(stream(), limit=1_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert total == 20_000_000 and len(chosen) == 100 and peak < 2_000_000
+    assert chosen == sorted(chosen) == data.sample(stream(), limit=1_000_000)[0]
+    assert {int(text[:6]) // 500 for text in chosen} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("line", ["a line of text\n", "no line end \u2581 "])
+def test_long_story_comes_in_parts(tmp_path, line):
+    text = line * (int(3.5 * CUT) // len(line.encode()))
+    path = write_stories(tmp_path / "long.txt", [text, "short"])
+    *parts, short = stories(path)
+    assert "".join(part for part, _ in parts) == text.rstrip() and short == ("short", True)
+    assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
+    assert max(len(part.encode()) for part, _ in parts) <= 2 * CUT
+    if line.endswith("\n"):
+        assert all(part.endswith("\n") for part, ends in parts if not ends)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a corpus
+
+
+def check_manifest(folder):
+    """Everything meta.json says is true of the files beside it. Returns: meta, documents by split."""
+    meta = json.loads((folder / "meta.json").read_text())
+    model = folder / meta["tokenizer"]
+    assert hashlib.sha256(model.read_bytes()).hexdigest() == meta["tokenizer_sha256"]
+    tokenizer, documents = data.load_tokenizer(model), {}
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (meta["vocab_size"], meta["end_token_id"])
+    for split in ("train", "val"):
+        ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+        ends = np.flatnonzero(ids == tokenizer.eot_id)
+        assert len(ids) == meta[f"{split}_tokens"] and ids[-1] == tokenizer.eot_id and ids.max() < meta["vocab_size"]
+        documents[split] = [tokenizer.decode(row[:-1].tolist()) for row in np.split(ids, ends + 1)[:-1]]
+        assert len(documents[split]) == meta[f"{split}_documents"]
+        assert sum(len(d.encode()) for d in documents[split]) == meta[f"{split}_bytes"]
+    return meta, documents
+
+
+def test_local_text_becomes_its_stories(tmp_path):
+    train = [
+        "Once.\n\nThe\tend.",
+        *(f"Tim saw {n}{n} a dog." for n in NASTY if n != data.END),
+        f"a {data.END} b",
+        "\u0434\u0430\r\nyes",
+    ] * 30
+    write_stories(tmp_path / "train.txt", [*train, "with blank lines after it \n \n\n", "", "\n"])
+    (tmp_path / "val.txt").write_text(f"A story.\n{data.END}\nAnother, and no end")
+    flags = ["--text=train.txt", "--val_text=val.txt", "--vocab_size=300"]
+    result = run("tinystories", *flags, "--out_dir=new/folder", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == "", result
+    meta, documents = check_manifest(tmp_path / "new/folder")
+    assert documents == {"train": [*train, "with blank lines after it"], "val": ["A story.", "Another, and no end"]}
+    assert "train.txt" in meta["source"] and f"{meta['train_tokens']:,} tokens" in result.stdout
+
+    again = run("tinystories", *flags, "--out_dir=other", cwd=tmp_path)
+    assert again.returncode == 0
+    for name in ("train.bin", "val.bin", "tokenizer.model", "meta.json"):
+        assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "new/folder" / name).read_bytes()
+
+
+def test_wherever_a_second_prepare_stops_a_manifest_is_true(tmp_path, monkeypatch):
+    old, new = ([(text, True) for text in (a, b)] for a, b in (SOURCE[:2], SOURCE[1::-1]))
+    replace, stop_at = os.replace, 0
+
+    def stopping_replace(*paths):
+        nonlocal stop_at
+        stop_at -= 1
+        if stop_at == 0:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", stopping_replace)
+    left = []
+    for stop in (1, 2, 3, 4):
+        stop_at = 0
+        data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
+        stop_at = stop
+        with pytest.raises(KeyboardInterrupt):
+            data.prepare(lambda: new[:1], lambda: new, tmp_path, 500, "new")
+        left.append((tmp_path / "meta.json").exists())
+        assert not list(tmp_path.glob("*.tmp"))
+        if left[-1]:
+            check_manifest(tmp_path)
+    assert left == [False] * 4  # each stop came after the first file had begun to change
+
+    # and before that the old corpus stays
+    stop_at = 0
+    data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
+    with pytest.raises(BadInput, match="validation split of new"):
+        data.prepare(lambda: new, lambda: [], tmp_path, 500, "new")
+    assert check_manifest(tmp_path)[0]["source"] == "old"
+
+
+def test_tokens_that_lose_text_are_an_error(tokenizer, monkeypatch):
+    monkeypatch.setattr(data.Tokenizer, "decode", lambda self, ids: "something else")
+    with pytest.raises(BadInput, match="document 0"):
+        data.write_tokens(tokenizer, [("text", True)], io.BytesIO())
+
+
+BOTH = ["--text=good.txt", "--val_text=good.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([*BOTH, "--vocab_size=65537"], "65536 at most"),
+        ([*BOTH, "--vocab_size=200"], "take 258"),
+        ([*BOTH, "--vocab_size=262"], "at least"),
+        ([*BOTH, "--vocab_size=50000"], "at most"),
+        ([*BOTH, "--vocab_size=many"], "an int"),
+        ([*BOTH, "--vocabsize=400"], "did you mean 'vocab_size'"),
+        ([*BOTH, "good.txt"], "unexpected word 'good.txt'"),
+        (["--text=good.txt"], "go together"),
+        (["--text=", "--val_text=good.txt"], "is no file"),
+        (["--text=absent.txt", "--val_text=good.txt"], "absent.txt"),
+        (["--text=latin1.txt", "--val_text=good.txt"], "latin1.txt is not UTF-8 in line 2"),
+        (["--text=good.txt", "--val_text=latin1.txt"], "latin1.txt is not UTF-8 in line 2"),
+        (["--text=blank.txt", "--val_text=good.txt"], "training split"),
+        (["--text=good.txt", "--val_text=blank.txt"], "validation split"),
+        ([*BOTH, "--out_dir=good.txt"], "cannot make the folder good.txt"),
+        ([*BOTH, "--out_dir=busy"], "another prepare.py"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, flags, said):
+    write_stories(tmp_path / "good.txt", SOURCE)
+    (tmp_path / "latin1.txt").write_bytes(b"fine\ncaf\xe9\n" * 20_000)
+    write_stories(tmp_path / "blank.txt", ["", " \n"])
+    (tmp_path / "busy").mkdir()
+    busy = os.open(tmp_path / "busy", os.O_RDONLY)
+    fcntl.flock(busy, fcntl.LOCK_EX)
+    if not any(flag.startswith("--vocab") for flag in flags):
+        flags = [*flags, "--vocab_size=400"]
+    if not any(flag.startswith("--out_dir") for flag in flags):
+        flags = [*flags, "--out_dir=out"]
+    assert said in one_line(run("tinystories", *flags, cwd=tmp_path))
+    os.close(busy)
+    assert not [path for name in ("out", "busy") for path in (tmp_path / name).glob("*")]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the hub, with stand-ins for its client, and the standard library
+
+
+def fake_hub(folder, rows):
+    """A `datasets` and a `huggingface_hub` that answer without a network. Returns: the environment that finds them."""
+    folder.mkdir()
+    (folder / "huggingface_hub.py").write_text(
+        "class HfApi:\n    def dataset_info(self, name, timeout):\n        self.sha = 'abc123'\n        return self\n"
+    )
+    (folder / "datasets.py").write_text(
+        f"def load_dataset(name, split, revision, streaming):\n"
+        f"    assert streaming and (name, revision) == ('roneneldan/TinyStories', 'abc123')\n"
+        f"    yield from ({{'text': f'{{split}} {{text}}'}} for text in {rows})\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_hub_stories_become_the_corpus(tmp_path):
+    result = run(
+        "tinystories", "--out_dir=out", "--vocab_size=280", cwd=tmp_path, **fake_hub(tmp_path / "hub", ["one one", "two\n\ntwo \n"])
+    )
+    assert result.returncode == 0, result
+    meta, documents = check_manifest(tmp_path / "out")
+    assert documents == {"train": ["train one one", "train two\n\ntwo"], "val": ["validation one one", "validation two\n\ntwo"]}
+    assert meta["source"] == "roneneldan/TinyStories on the Hugging Face hub, revision abc123"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
+
+
+def test_without_the_hub_one_line_names_the_ways_out(tmp_path):
+    no_hub = run("tinystories", "--out_dir=out", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    lost = run("tinystories", "--out_dir=out", cwd=tmp_path, **fake_hub(tmp_path / "hub", "('one' if i < 3 else 1/0 for i in range(9))"))
+    (tmp_path / "hub/datasets.py").write_text("raise ImportError('no datasets here')")
+    no_package = run("tinystories", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path / "hub"))
+    for result, said in ((no_hub, "cannot reach"), (lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
+        message = one_line(result)
+        assert said in message and "--text=" in message and "--val_text=" in message
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_stdlib_is_this_pythons_library(tmp_path):
+    result = run("stdlib", "--out_dir=out", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == "", result
+    meta, documents = check_manifest(tmp_path / "out")
+    assert meta["vocab_size"] == 4096 and sys.version.split()[0] in meta["source"]
+    assert 0.02 < meta["val_bytes"] / meta["train_bytes"] < 0.1
+    library = set(documents["train"]) | set(documents["val"])
+    assert set(SOURCE[:2]) <= library and Path(np.__file__).read_text() not in library
+    assert not set(documents["train"]) & set(documents["val"])
+
+
+def test_python_without_its_library_is_refused(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sysconfig\nsysconfig.get_path = lambda name: '/nowhere/python311.zip'\n")
+    assert "/nowhere/python311.zip" in one_line(run("stdlib", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path)))
+    assert not (tmp_path / "out").exists()
