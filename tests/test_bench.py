@@ -1,0 +1,234 @@
+"""bench.py: it refuses what it cannot time, catches a wrong fold before timing, and its counts mean what they say."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from config import ROOT, BadInput
+from model import FORMS, TOLERANCE, ModelConfig, ModelError, Transformer, fold, unfuse
+
+SHAPE = dict(vocab_size=64, block_size=32, n_layer=2, n_head=4, n_embd=32)
+FLAGS = [f"--{k}={v}" for k, v in SHAPE.items()]
+QUICK = ["--iters=3", "--warmup=1", "--batch=2", "--seq=16", "--device=cpu"]
+CPU = torch.device("cpu")
+
+
+def run(capsys, *argv):
+    """(what was printed, the JSON of its last line)"""
+    bench.main([*QUICK, *argv])
+    text = capsys.readouterr().out
+    return text, json.loads(text.splitlines()[-1])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder with the two exports of a tapered model with random gains."""
+    torch.manual_seed(0)
+    model = bench.random_model(ModelConfig(**SHAPE, taper="internal"), CPU)
+    for form in (unfuse(model), fold(model)):
+        torch.save(form.to_file({}), tmp_path / f"{form.config.form}.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_table_and_json(capsys, tmp_path, decode):
+    out = tmp_path / "bench.json"
+    text, report = run(capsys, *FLAGS, f"--out={out}", f"--mode={'decode' if decode else 'prefill'}")
+    names = ["baseline", "weightless", "unfused", "folded", "floor"]
+    assert json.loads(out.read_text()) == report
+    assert [r["variant"] for r in report["rows"]] == names
+    assert report["model"]["n_embd"] == 32 and "n_embd" not in report["settings"]
+    heads = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| batch x seq")]
+    assert heads == [["batch x seq", *names]] * 2
+    for r in report["rows"]:
+        assert r["tok_s"] == pytest.approx(2 * (1 if decode else 16) / r["ms"] * 1e3)
+        assert r["ms_q1"] <= r["ms"] <= r["ms_q3"] and r["speedup_q1"] <= r["speedup"] <= r["speedup_q3"]
+    assert all(0 < report["differences"][pair] < TOLERANCE[torch.float32] for pair in ("weightless = baseline", "folded = unfused"))
+
+
+def test_operator_counts(capsys):
+    """Folding removes operators, the floor has the fewest: 4 products and 1 attention a layer, and the head."""
+    names = ("baseline", "weightless", "unfused", "folded", "all_unfused", "all_folded", "layernorm", "coupled", "coupled_folded",
+             "cbwc", "cbwc_folded", "dyt", "derf")  # fmt: skip
+    _, report = run(capsys, *FLAGS, f"--variants={','.join(names)}")
+    work = {r["variant"]: r["work"] for r in report["rows"]}
+    assert work["all_folded"] < work["folded"] < work["unfused"] <= work["baseline"]
+    assert work["weightless"] < work["baseline"] and work["coupled_folded"] < work["coupled"] and work["cbwc_folded"] < work["cbwc"]
+    assert work["floor"] == 5 * SHAPE["n_layer"] + 1 == min(work.values())
+    n = SHAPE["n_layer"]
+    assert work["unfused"] - work["folded"] == 2 * n  # one scaling a tapered norm
+    assert len([p for p in report["differences"] if " = " in p]) == 5  # weightless, folded, all_folded, coupled_folded, cbwc_folded
+
+
+def test_counter_ignores_views():
+    x, w = torch.randn(2, 3, 8), torch.randn(8, 8)
+
+    def count(f):
+        return bench.count_work(lambda: None, f, "eager", CPU)
+
+    assert count(lambda: x.view(6, 8).t().unsqueeze(0)[..., 1:].transpose(0, 1).split(2, 0)) == 0
+    assert count(lambda: x.view(6, 8) + 1) == 1
+    assert count(lambda: torch.nn.functional.linear(x, w)) == 1  # view, t, mm, unsafe_view
+    assert count(lambda: x.transpose(0, 1).reshape(-1)) == 1  # a copy
+    assert count(lambda: x.add_(1)) == 1  # writes what it was given
+    assert bench.count_work(lambda: None, lambda: x + 1, "compiled", CPU) is None
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_wrong_fold_is_caught_before_timing(monkeypatch, norm):
+    def broken(model, gains=False):
+        new = fold(model, gains)
+        new.blocks[0].attn.qkv.weight.data[-1] *= 1.5  # one row of v
+        return new
+
+    monkeypatch.setattr(bench, "time_rounds", lambda *_: pytest.fail("timed"))
+    for form, variants, argument in (("folded", "unfused,folded", {}), ("weightless", "baseline,weightless", {"gains": True})):
+        monkeypatch.setitem(FORMS, form, partial(broken, **argument))
+        with pytest.raises(BadInput, match=rf"{form} = \w+ does not hold"):
+            bench.main([*QUICK, *FLAGS, f"--norm={norm}", f"--variants={variants}"])
+
+
+def test_gain_that_was_left_out_is_caught(monkeypatch):
+    """Random gains: with gains of 1 a fold that forgets them would pass."""
+
+    def forgetful(model):
+        model = unfuse(model)
+        for block in model.blocks:
+            block.norm_attn.weight.data.fill_(block.norm_attn.weight.mean())
+        return fold(model)
+
+    monkeypatch.setitem(FORMS, "folded", forgetful)
+    with pytest.raises(BadInput, match="folded = unfused does not hold"):
+        bench.main([*QUICK, *FLAGS, "--variants=unfused,folded"])
+
+
+def test_logits_that_are_not_finite_are_refused(capsys, folder):
+    model = Transformer.load(folder / "unfused.pt")
+    model.blocks[0].mlp.down.weight.data[0, 0] = float("nan")
+    torch.save(model.to_file({}), folder / "unfused.pt")
+    with pytest.raises(BadInput, match="not finite"):
+        bench.main([*QUICK, str(folder)])
+
+
+def test_run_folder_is_what_is_timed(capsys, folder):
+    models = bench.build(("unfused", "folded"), ModelConfig(**SHAPE, taper="internal"), bench.read_run(folder), CPU, torch.float32, 0)
+    for form in models:
+        saved, built = torch.load(folder / f"{form}.pt")["state"], models[form].state_dict()
+        assert saved.keys() == built.keys() and all(torch.equal(saved[n], built[n]) for n in saved)
+    text, report = run(capsys, str(folder))
+    assert str(folder) in text and report["model"]["n_embd"] == 32
+    with pytest.raises(BadInput, match="folded form alone"):
+        bench.main([*QUICK, str(folder / "folded.pt")])
+
+
+def test_exports_of_two_different_runs_are_refused(folder):
+    other = bench.random_model(ModelConfig(**SHAPE, taper="internal"), CPU)
+    torch.save(fold(other).to_file({}), folder / "folded.pt")
+    with pytest.raises(BadInput, match="folded = unfused does not hold"):
+        bench.main([*QUICK, str(folder)])
+
+
+def test_folder_with_only_a_checkpoint(capsys, tmp_path):
+    model = bench.random_model(ModelConfig(**SHAPE, norm="layernorm", taper="all"), CPU)
+    torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / "ckpt.pt")
+    _, report = run(capsys, str(tmp_path), "--dtype=bfloat16")
+    assert 0 < report["differences"]["folded = unfused"] < TOLERANCE[torch.bfloat16]
+
+
+def test_rounds_are_shuffled_and_warmup_is_dropped(monkeypatch):
+    calls = []
+    steps = {name: (partial(calls.append, f"reset {name}"), partial(calls.append, name)) for name in "abc"}
+    times = bench.time_rounds(steps, 2, 20, CPU, np.random.default_rng(0))
+    assert all(len(t) == 20 for t in times.values())
+    assert len(calls) == 2 * 3 * 22 and all(calls[i] == f"reset {calls[i + 1]}" for i in range(0, len(calls), 2))
+    rounds = [tuple(calls[i + 1 : i + 6 : 2]) for i in range(0, len(calls), 6)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds) and len(set(rounds)) == 6
+
+
+def test_decode_repeats_the_same_step():
+    """reset() brings the cache back, so that every timed step is the same work and gives the same logits."""
+    model = bench.random_model(ModelConfig(**SHAPE), CPU)
+    reset, step = bench.make_step(model, "decode", 2, 16, 0)
+    with torch.no_grad():
+        logits = []
+        for _ in range(3):
+            reset()
+            logits.append(step())
+    assert logits[0].shape == (2, 1, 64) and torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--norm=coupled"],
+        ["--norm=cbwc"],
+        ["--norm=dyt"],
+        ["--norm=layernorm", "--norm_bias=False"],
+        ["--taper=all"],
+        ["--n_kv_head=2", "--tie_embeddings=False"],
+        ["--norm=coupled", "--coupled_from_layer=1", "--variants=cbwc,coupled,baseline"],
+    ],
+)
+def test_shapes_and_defaults(capsys, flags):
+    _, report = run(capsys, *FLAGS, *flags)
+    norm = flags[0].removeprefix("--norm=")
+    names = [r["variant"] for r in report["rows"]]
+    assert norm in names or {"unfused", "folded"} <= set(names)
+    assert report["rows"][0]["speedup"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no/such/run"], "no/such/run"),
+        (["--variants=baseline,folde"], "one of baseline, weightless"),
+        (["--seq=64"], "block_size=32"),
+        (["--n_embdd=3"], "did you mean 'n_embd'"),
+        (["--runtimes=graph"], "need a GPU"),
+        (["--device=tpu"], "device=tpu"),
+        (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
+        (["--norm=coupled", "--taper=internal"], "use taper=none"),
+        (["a", "b"], "one PATH"),
+    ],
+)
+def test_bad_input(argv, says):
+    with pytest.raises((BadInput, ModelError), match=says):
+        bench.main([*(FLAGS if argv[0].startswith("--") else []), *QUICK, *argv])
+
+
+def test_path_and_shape_flags_exclude_each_other(folder, tmp_path):
+    with pytest.raises(BadInput, match="leave out --n_embd"):
+        bench.main([str(folder), "--n_embd=32"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"holds none of unfused\.pt"):
+        bench.main([str(tmp_path / "empty")])
+
+
+def test_command_exits_with_one_line():
+    done = subprocess.run([sys.executable, "bench.py", "no/such/run"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("bench.py: ")
+
+
+def test_missing_compiler_is_one_line(monkeypatch):
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fail(*_):
+        raise InvalidCxxCompiler()
+
+    monkeypatch.setattr(bench, "in_runtime", lambda runtime, reset, step: fail if runtime == "compiled" else step)
+    with pytest.raises(BadInput, match="install g"):
+        bench.main([*QUICK, *FLAGS, "--runtimes=compiled"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_compiled(capsys, mode):
+    _, report = run(capsys, *FLAGS, "--runtimes=eager,compiled", f"--mode={mode}")
+    assert report["differences"]["compiled = eager"] < TOLERANCE[torch.float32]
+    assert [r["work"] is None for r in report["rows"]] == [False] * 5 + [True] * 5
