@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -157,9 +157,28 @@ def save(payload: dict, path: Path):
         torch.save(payload, f)
 
 
-def save_json(value, path: Path):
-    with atomic_write(path, "w") as f:
-        f.write(json.dumps(value, indent=1) + "\n")
+def log_until(path: Path, step: int) -> list[str]:
+    """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again."""
+    lines = []
+    with suppress(OSError, ValueError):  # a line cut short by the kill is the last one
+        for line in path.read_text().splitlines():
+            if json.loads(line).get("iter", 0) > step:
+                break
+            lines.append(line)
+    return lines
+
+
+def start_wandb(cfg: Config, run_id: str):
+    """The wandb run of this training run, new or gone on with. BadInput if it cannot be had."""
+    try:
+        import wandb
+
+        return wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or Path(cfg.out_dir).name, config=asdict(cfg),
+                          id=run_id, resume="allow", mode=cfg.wandb_mode, dir=cfg.out_dir)  # fmt: skip
+    except ImportError:
+        raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
+    except Exception as e:  # no login, no network, a refused project: wandb has many ways to say so
+        raise BadInput(f"wandb does not start ({e}); use --wandb_mode=offline or --wandb_log=False") from None
 
 
 def versions(device) -> dict:
@@ -225,11 +244,6 @@ def main():
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
     device, dtype = pick_device(cfg, local_rank)
-    if cfg.wandb_log and main_rank:
-        try:
-            import wandb
-        except ImportError:
-            raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
     if ranks > 1:
         dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
         host_group = dist.new_group(backend="gloo")  # for agreeing on signals without touching the GPU
@@ -312,25 +326,22 @@ def main():
                 stale.unlink()
         except OSError as e:
             raise BadInput(f"cannot write out_dir {out_dir}: {e.strerror}; name another --out_dir") from None
-        log_path, kept = out_dir / "metrics.jsonl", []
-        if iter_num and log_path.exists():  # drop what a killed run logged after its last checkpoint
-            lines = [line for line in log_path.read_bytes().split(b"\n")[:-1] if line]
-            kept = [line for line in lines if json.loads(line).get("iter", 0) <= iter_num]
-        header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": sum(p.numel() for p in model.parameters())}
-        with atomic_write(log_path) as f:
-            f.write(b"".join(line + b"\n" for line in kept) or json.dumps(header).encode() + b"\n")
+        wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
+    if iter_num == 0:
+        checkpoint()  # first of all files: from here on a killed run can be resumed
+    if main_rank:
+        size = sum(p.numel() for p in model.parameters())
+        header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
+        lines = log_until(out_dir / "metrics.jsonl", iter_num) or [json.dumps(header)]
+        with atomic_write(out_dir / "metrics.jsonl", "w") as f:
+            f.writelines(line + "\n" for line in lines)
         with atomic_write(out_dir / "tokenizer.model") as f:
             f.write((folder / corpus["tokenizer"]).read_bytes())
-        save_json(asdict(cfg), out_dir / "config.json")
-        metrics = open(log_path, "a")  # noqa: SIM115 (open as long as the run)
-        if cfg.wandb_log:
-            wandb_run = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or out_dir.name, config=asdict(cfg),
-                                   id=run_id, resume="allow", mode=cfg.wandb_mode, dir=out_dir)  # fmt: skip
-        print(f"{header['parameters'] / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens of {corpus['source']};"
-              f" {str(dtype).removeprefix('torch.')} on {code['device']}; writing {out_dir}")  # fmt: skip
-
-    if iter_num == 0:
-        checkpoint()  # from here on a killed run can be resumed
+        with atomic_write(out_dir / "config.json", "w") as f:
+            f.write(json.dumps(asdict(cfg), indent=1) + "\n")
+        metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
+        kind = f"{str(dtype).removeprefix('torch.')} on {code['device']}"
+        print(f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens of {corpus['source']}; {kind}; writing {out_dir}")
 
     # --- the loop
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
