@@ -105,8 +105,13 @@ def inverse_rms(h, eps: float):
 
 
 class Identity(nn.Module):
+    """Where a norm was."""
+
     def forward(self, h, gate=None):
         return h
+
+    def factor(self, gains: bool):
+        return self, None, None, False
 
 
 class RMSNorm(nn.Module):
@@ -248,7 +253,9 @@ class TaperNorm(Tracker):
                 return F.layer_norm(h, h.shape[-1:], self.weight, self.bias, self.eps)
             return F.rms_norm(h, h.shape[-1:], self.weight, self.eps)
         if self.training and self.phase == "blend":
-            x = upcast(h - h.mean(-1, keepdim=True) if self.centre else h)
+            x = upcast(h)
+            if self.centre:
+                x = x - x.mean(-1, keepdim=True)
             fixed = (1 - gate) * self.c * self.weight_tilde  # (D)
             y = (x * torch.addcmul(fixed, inverse_rms(x, self.eps), gate * self.weight)).to(h.dtype)
             return y if self.bias is None else y + self.bias
@@ -650,7 +657,7 @@ class Transformer(nn.Module):
         try:
             config = ModelConfig(**file["config"])
             model = FORMS[config.form](cls(replace(config, form="trained")))  # the form gives the structure, the file the values
-        except (TypeError, ZeroDivisionError) as e:
+        except (TypeError, RuntimeError, ZeroDivisionError) as e:
             raise ModelError(f"{path} holds a config that is none of this version: {e}") from None
         wanted, state = model.state_dict(), file["state"]
         for name in sorted(wanted.keys() | state.keys()):
@@ -659,9 +666,11 @@ class Transformer(nn.Module):
             if state[name].shape != wanted[name].shape:
                 raise ModelError(f"{path} does not fit its config: {name} is {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}")
         model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
-        model.meta = file["meta"]
-        model.gate.fill_(model.meta.get("gate", 0.0))
-        model.set_phase(model.meta.get("phase", "norm"))
+        model.meta, gate, phase = file["meta"], file["meta"].get("gate", 0.0), file["meta"].get("phase", "norm")
+        if phase not in ("norm", "blend", "scale") or not isinstance(gate, float):
+            raise ModelError(f"{path} has a meta that is none of this version: phase={phase}, gate={gate}")
+        model.gate.fill_(gate)
+        model.set_phase(phase)
         return model.eval()
 
 
@@ -692,7 +701,10 @@ def read_file(path) -> dict:
         raise ModelError(f"{path} cannot be read as a model file: it is cut short or was not written by this project ({reason})") from None
     if not (isinstance(file, dict) and all(isinstance(file.get(k), dict) for k in ("config", "state", "meta"))):
         raise ModelError(f"{path} is not a model file of this project: it lacks config, state or meta")
-    if not all(isinstance(t, torch.Tensor) for t in file["state"].values()) or "tok_emb.weight" not in file["state"]:
+    if (
+        not all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in file["state"].values())
+        or "tok_emb.weight" not in file["state"]
+    ):
         raise ModelError(f"{path} is not a model file of this project: its state does not hold this model's tensors")
     return file
 

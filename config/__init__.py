@@ -22,6 +22,7 @@ import subprocess
 import sys
 import traceback
 import types
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -273,8 +274,9 @@ def from_text(hint, text: str):
     if get_origin(hint) in (Union, types.UnionType):
         return None if text == "None" else from_text(get_args(hint)[0], text)
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        with warnings.catch_warnings(action="ignore"):  # Python's remarks on text that is no literal
+            return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text  # no literal: fits() refuses it with what was wanted
 
 
@@ -287,7 +289,8 @@ def set_knob(config, name: str, value, where: str, text: bool = False):
     try:
         setattr(config, name, fits(hints[name], from_text(hints[name], value) if text else value))
     except ValueError:
-        raise BadInput(f"{where}: {name} must be {describe(hints[name])}, not {str(value)[:60]!r}") from None
+        shown = "so large an int" if isinstance(value, int) and abs(value) >> 1000 else f"{str(value)[:60]!r}"
+        raise BadInput(f"{where}: {name} must be {describe(hints[name])}, not {shown}") from None
 
 
 def run_file(path: str) -> dict:
@@ -303,10 +306,10 @@ def run_file(path: str) -> dict:
     try:
         exec(compile(source, path, "exec"), space)
     except SyntaxError as e:
-        raise BadInput(f"{path}:{e.lineno}: {e.msg}") from None
+        raise BadInput(f"{e.filename or path}:{e.lineno or 1}: {e.msg}") from None
     except Exception as e:
         line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        raise BadInput(f"{path}:{line[-1] if line else '?'}: {type(e).__name__}: {e}") from None
+        raise BadInput(f"{path}:{line[-1] if line else '?'}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
 

@@ -332,7 +332,7 @@ def test_stdlib_is_this_pythons_library(tmp_path):
     result = run("stdlib", "--out_dir=out", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "", result
     meta, documents = check_manifest(tmp_path / "out")
-    assert meta["vocab_size"] == 4096 and sys.version.split()[0] in meta["source"]
+    assert meta["vocab_size"] == 2048 and sys.version.split()[0] in meta["source"]
     assert 0.02 < meta["val_bytes"] / meta["train_bytes"] < 0.1
     library = set(documents["train"]) | set(documents["val"])
     assert set(SOURCE[:2]) <= library and Path(np.__file__).read_text() not in library

@@ -1,6 +1,6 @@
 """The Python standard library's own source as a corpus: real text that every machine has, no download.
 
-    python data/stdlib/prepare.py [--vocab_size=4096] [--out_dir=PATH]
+    python data/stdlib/prepare.py [--vocab_size=2048] [--out_dir=PATH]
 
 A document is a file. About 5% of the files, chosen by a hash of their path, are the validation split. With
 CPython 3.11: 607 files, 10.7 MB; other versions differ a little, and meta.json names the version.
@@ -28,7 +28,7 @@ MIN_BYTES = 1_000_000
 
 @dataclass
 class Knobs:
-    vocab_size: Count = 4096  # token ids, 65536 at most
+    vocab_size: Count = 2048  # token ids, 65536 at most
     out_dir: str | None = None  # folder to write; None: the one of this file
 
 

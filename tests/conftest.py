@@ -1,0 +1,124 @@
+"""What the tests share: the list of variants, a tiny model of each, and random values for everything that starts at 1 or 0."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
+
+torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
+
+# the same examples each run, without a folder of old failures
+settings.register_profile("repository", max_examples=40, deadline=None, derandomize=True, database=None)
+settings.load_profile("repository")
+
+# every meaningful (norm, taper), the options of each, by name
+VARIANTS = {
+    "rmsnorm": {"norm": "rmsnorm"},
+    "layernorm": {"norm": "layernorm"},
+    "layernorm-nobias": {"norm": "layernorm", "norm_bias": False},
+    "coupled": {"norm": "coupled"},
+    "coupled-from-1": {"norm": "coupled", "coupled_from_layer": 1},
+    "cbwc": {"norm": "cbwc"},
+    "cbwc-nobias": {"norm": "cbwc", "norm_bias": False},
+    "dyt": {"norm": "dyt"},
+    "derf": {"norm": "derf"},
+    "rmsnorm-internal": {"norm": "rmsnorm", "taper": "internal"},
+    "rmsnorm-final": {"norm": "rmsnorm", "taper": "final"},
+    "rmsnorm-all-aux": {"norm": "rmsnorm", "taper": "all", "aux_weight": 0.1},
+    "layernorm-internal-aux": {"norm": "layernorm", "taper": "internal", "aux_weight": 0.1},
+    "layernorm-final": {"norm": "layernorm", "taper": "final"},
+    "layernorm-all": {"norm": "layernorm", "taper": "all"},
+    "layernorm-all-nobias": {"norm": "layernorm", "taper": "all", "norm_bias": False},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def tiny_config(variant: str = "rmsnorm", **more) -> ModelConfig:
+    size = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 24}
+    return ModelConfig(**{**size, **VARIANTS[variant], **more})
+
+
+def randomize(model: Transformer, seed: int = 0, std: float = 0.25) -> Transformer:
+    """Every parameter random, in place: gains near 1 (a few negative), shifts near 0, matrices large enough that each
+    layer counts, and with a mean so that centring counts. Every tapered norm gets a c and a gain of its own."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(p, mean, std):
+        p.copy_(mean + std * torch.randn(p.shape, generator=rng, dtype=torch.float64))
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 2:
+                normal(p, 0.02, std)
+            elif name.endswith(("weight", "weight_tilde")):
+                normal(p, 1.0, 0.5)
+            elif name.endswith("alpha"):
+                normal(p, 0.8, 0.2)
+            else:  # bias, s
+                normal(p, 0.1, 0.2)
+        for m in model.modules():
+            if isinstance(m, TaperNorm):
+                m.c.fill_(0.5 + torch.rand((), generator=rng).item())
+    return model
+
+
+def tiny(variant: str = "rmsnorm", seed: int = 0, dtype=torch.float64, phase: str = "scale", std: float = 0.25, **more) -> Transformer:
+    """A random tiny model of a variant, in training mode; anything tapered is past its taper unless `phase` says otherwise."""
+    model = randomize(Transformer(tiny_config(variant, **more)).to(dtype), seed, std)
+    model.set_phase(phase)
+    model.gate.fill_({"norm": 1.0, "blend": 0.37, "scale": 0.0}[phase])
+    return model
+
+
+def tokens(*shape, seed: int = 0, vocab: int = 61) -> torch.Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(B: int = 3, T: int = 16, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and the targets one to the right."""
+    text = tokens(B, T + 1, seed=seed)
+    return text[:, :-1], text[:, 1:]
+
+
+def scale_of_difference(a, b) -> float:
+    """max |a - b| over max |b|."""
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def plain_rms(h, weight, eps: float, bias=None):
+    """RMSNorm as the papers print it."""
+    y = h / torch.sqrt(h.pow(2).sum(-1, keepdim=True) / h.shape[-1] + eps) * weight
+    return y if bias is None else y + bias
+
+
+def plain_layernorm(h, weight, eps: float, bias=None):
+    """LayerNorm as the papers print it: RMSNorm of what is left when the mean is gone."""
+    return plain_rms(h - h.sum(-1, keepdim=True) / h.shape[-1], weight, eps, bias)
+
+
+def one_line(error) -> str:
+    """The message of an exception info, checked to be one non-empty line."""
+    message = str(error.value)
+    assert message.strip() and "\n" not in message, repr(message)
+    return message
+
+
+def state_of(model) -> dict:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same_state(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def norm_names(model) -> list[str]:
+    """Modules that still compute a statistic."""
+    return [n for n, m in model.named_modules() if isinstance(m, RMSNorm | TaperNorm)]

@@ -1,0 +1,558 @@
+"""The knobs, the loader of files and flags, one-line errors, and files that are whole or absent."""
+
+import dataclasses
+import errno
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from conftest import ROOT, one_line
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import config as config_module
+from config import (
+    FREE_ON_RESUME,
+    BadInput,
+    Config,
+    ModelKnobs,
+    atomic_write,
+    comments,
+    describe,
+    fits,
+    model_file,
+    one_line_errors,
+    parse,
+    print_help,
+)
+from model import NORMS, TAPERED_SITES, ModelConfig
+
+KNOBS = [f.name for f in dataclasses.fields(Config)]
+HINTS = get_type_hints(Config, include_extras=True)
+
+
+def set_by(*argv: str) -> Config:
+    return parse(Config, list(argv))[0]
+
+
+def refused(*argv: str, files: bool = False) -> str:
+    """The one-line message with which these words are refused."""
+    with pytest.raises(BadInput) as e:
+        parse(Config, list(argv), files=files)
+    return one_line(e)
+
+
+def write(folder, name: str, text: str) -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the knobs
+
+
+def test_every_knob_has_a_type_a_comment_and_a_place_in_help(capsys):
+    notes = comments(Config)
+    assert list(notes) == KNOBS
+    print_help(Config, "usage: python train.py")
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "usage: python train.py"
+    for f in dataclasses.fields(Config):
+        assert len(notes[f.name].strip()) > 3, f.name
+        at = lines.index(f"  --{f.name}={f.default}")
+        assert notes[f.name] in lines[at + 1] and f"[{describe(HINTS[f.name])}]" in lines[at + 1]
+    assert sum(line.startswith("  --") for line in lines) == len(KNOBS)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_prints_and_leaves_with_status_0(flag, capsys):
+    with pytest.raises(SystemExit) as e:
+        parse(Config, ["--no_such_key=1", flag], usage="how to")
+    assert e.value.code == 0 and "how to" in capsys.readouterr().out
+
+
+def test_every_default_is_of_its_type_and_in_range():
+    for f in dataclasses.fields(Config):
+        value = fits(HINTS[f.name], f.default)
+        assert value == f.default and type(value) is type(f.default), f.name
+
+
+def test_model_knobs_and_model_config_agree():
+    """ModelConfig has `form` more; None for vocab_size and n_kv_head is for the program to resolve."""
+    knobs = {f.name: f.default for f in dataclasses.fields(ModelKnobs)}
+    model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+    assert model.pop("form") == "trained"
+    assert list(knobs) == list(model)
+    assert knobs.pop("vocab_size") is None and model.pop("vocab_size") == 10_000
+    assert knobs == model
+    assert {k: type(v) for k, v in knobs.items()} == {k: type(v) for k, v in model.items()}
+    assert ModelConfig().n_kv_head == ModelConfig().n_head
+
+
+def test_the_choices_are_those_that_the_model_knows():
+    assert set(get_args(HINTS["norm"])) == set(NORMS)
+    assert set(get_args(HINTS["taper"])) == set(TAPERED_SITES)
+
+
+def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
+    assert set(KNOBS) >= FREE_ON_RESUME
+    assert not FREE_ON_RESUME & {f.name for f in dataclasses.fields(ModelKnobs)}
+    assert not FREE_ON_RESUME & {"seed", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters", "dataset", "gate_end"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# flags
+
+
+@pytest.mark.parametrize(
+    "flag, name, wanted",
+    [
+        ("--grad_clip=1", "grad_clip", 1.0),  # an int is a float where a float is wanted
+        ("--learning_rate=6e-4", "learning_rate", 6e-4),
+        ("--max_iters=2_000", "max_iters", 2000),
+        ("--tie_embeddings=False", "tie_embeddings", False),
+        ("--compile=None", "compile", None),
+        ("--compile=True", "compile", True),
+        ("--n_kv_head=4", "n_kv_head", 4),
+        ("--warmup_iters=0", "warmup_iters", 0),
+        ("--out_dir=a=b", "out_dir", "a=b"),
+        ("--out_dir=007", "out_dir", "007"),
+        ("--out_dir=None", "out_dir", "None"),
+        ("--wandb_run_name=None", "wandb_run_name", None),
+        ("--wandb_run_name=lr=3e-4", "wandb_run_name", "lr=3e-4"),
+        ("--dataset=", "dataset", ""),
+        ("--norm=derf", "norm", "derf"),
+    ],
+)
+def test_a_flag_sets_its_knob(flag, name, wanted):
+    config, explicit, words = parse(Config, [flag])
+    value = getattr(config, name)
+    assert value == wanted and type(value) is type(wanted)
+    assert explicit == {name} and words == []
+    rest = {k: v for k, v in vars(config).items() if k != name}
+    assert rest == {k: v for k, v in vars(Config()).items() if k != name}
+
+
+@pytest.mark.parametrize(
+    "flag, wanted",
+    [
+        ("--n_layer=2.0", "n_layer must be an int >= 1, not '2.0'"),
+        ("--n_layer=True", "n_layer must be an int >= 1, not 'True'"),
+        ("--n_layer=two", "n_layer must be an int >= 1, not 'two'"),
+        ("--n_layer=0", "n_layer must be an int >= 1, not '0'"),
+        ("--n_layer=-3", "n_layer must be an int >= 1"),
+        ("--n_layer=None", "n_layer must be an int >= 1"),
+        ("--n_layer=", "n_layer must be an int >= 1, not ''"),
+        ("--vocab_size=70000", "vocab_size must be an int >= 2 and <= 65536 or None, not '70000'"),
+        ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
+        ("--tie_embeddings=true", "tie_embeddings must be True or False, not 'true'"),
+        ("--compile=0", "compile must be True or False or None"),
+        ("--grad_clip=-0.5", "grad_clip must be a number >= 0"),
+        ("--grad_clip=nan", "grad_clip must be a number"),
+        ("--grad_clip=inf", "grad_clip must be a number"),
+        ("--grad_clip=1e999", "grad_clip must be a number"),
+        ("--grad_clip=-1e999", "grad_clip must be a number"),
+        ("--grad_clip=True", "grad_clip must be a number"),
+        ("--grad_clip=1j", "grad_clip must be a number"),
+        (f"--learning_rate=1{'0' * 400}", "learning_rate must be a number"),
+        ("--norm_eps=0", "norm_eps must be a number >= 1e-30"),
+        ("--beta2=1", "beta2 must be a number >= 0.0 and <= 0.999999"),
+        ("--ema_rate=1.5", "ema_rate must be a number"),
+        ("--norm=RMSNorm", "norm must be one of rmsnorm, layernorm, coupled, cbwc, dyt, derf, not 'RMSNorm'"),
+        ("--taper=None", "taper must be one of none, internal, final, all"),
+        ("--dtype=float16", "dtype must be one of auto, float32, bfloat16, float64"),
+        ("--gate_strat=3", "unknown key 'gate_strat'; did you mean 'gate_start'?"),
+        ("--n_heads=3", "unknown key 'n_heads'; did you mean 'n_head'?"),
+        ("--zzzzzzzz=3", "unknown key 'zzzzzzzz'; --help lists the keys"),
+        ("--=3", "unknown key ''"),
+        ("--compile", "flags are written --key=value"),
+    ],
+)
+def test_a_bad_flag_is_one_line_that_names_it_and_what_was_wanted(flag, wanted):
+    message = refused(flag)
+    assert wanted in message
+    assert "command line" in message or flag in message
+
+
+def leaves(hint) -> set:
+    """The plain types that a knob may have after parsing."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return set().union(*(leaves(h) for h in get_args(hint)))
+    if get_origin(hint) is Annotated:
+        return leaves(get_args(hint)[0])
+    return {str} if get_origin(hint) is Literal else {hint}
+
+
+def in_range(hint, value) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(in_range(h, value) for h in get_args(hint))
+    if get_origin(hint) is Annotated:
+        base, (low, high) = get_args(hint)
+        return type(value) is base and low <= value <= high
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return type(value) is hint
+
+
+# anything at all, and text close to Python: literals, brackets, quotes, numbers in every notation
+near_python = st.text(alphabet="[](){}<>,:;'\"\\=+-*/._ 0123456789eExXoObBjJfaTruFlsNn#\n\t\0", max_size=12)
+words = ["{", "}", "[", "]", "(", ")", "1", "'a'", ":", ",", "None", "1e5", "-", "0x", "f" * 5000, "*", "b''", "..."]
+pieces = st.lists(st.sampled_from(words), max_size=6).map("".join)
+numbers = st.one_of(st.integers(), st.floats(), st.integers(2**1000, 2**1030), st.booleans(), st.none()).map(repr)
+
+
+@settings(max_examples=500)
+@given(name=st.sampled_from(KNOBS), text=st.one_of(st.text(max_size=30), near_python, pieces, numbers))
+@example(name="n_layer", text="{[]: 1}")  # a literal that cannot be built: TypeError
+@example(name="grad_clip", text="{{}}")
+@example(name="n_layer", text="0x" + "f" * 5000)  # an int too long to be printed in decimal
+@example(name="learning_rate", text="-0b" + "1" * 20000)
+@example(name="n_layer", text="9" * 5000)
+@example(name="n_layer", text="(" * 500)
+@example(name="n_layer", text="-" * 100_000 + "1")
+@example(name="out_dir", text="a\0b")
+@example(name="grad_clip", text="\ud800")
+@example(name="norm", text="rmsnorm\n")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_any_text_sets_a_value_of_the_declared_type_or_is_refused_in_one_line(name, text):
+    try:
+        config, explicit, _ = parse(Config, [f"--{name}={text}"])
+    except BadInput as e:
+        message = str(e)
+        assert "\n" not in message and name in message and len(message) < 400
+        return
+    value = getattr(config, name)
+    assert type(value) in leaves(HINTS[name]) and in_range(HINTS[name], value)
+    assert not isinstance(value, float) or math.isfinite(value)
+    assert explicit == {name}
+
+
+@pytest.mark.parametrize("text", ["'\\d'", "1if", "1is 2", "(1)(2)"])
+def test_a_refused_flag_prints_nothing_beside_its_line(text):
+    """Python's own warnings about odd literals are not for the reader of one line on stderr."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        refused(f"--n_layer={text}")
+    assert [str(w.message) for w in shown] == []
+
+
+@given(name=st.sampled_from(KNOBS), data=st.data())
+def test_a_value_survives_its_own_text(name, data):
+    """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can read."""
+
+    def values(hint):
+        if get_origin(hint) in (Union, types.UnionType):
+            return st.one_of([values(h) for h in get_args(hint)])
+        if get_origin(hint) is Annotated:
+            base, (low, high) = get_args(hint)
+            low, high = low, None if high == math.inf else high
+            return st.integers(low, high) if base is int else st.floats(low, high, allow_nan=False, allow_infinity=False)
+        if get_origin(hint) is Literal:
+            return st.sampled_from(get_args(hint))
+        return {bool: st.booleans(), str: st.text(st.characters(exclude_characters="\0"), max_size=20), types.NoneType: st.none()}[hint]
+
+    value = data.draw(values(HINTS[name]))
+    if name == "wandb_run_name" and value == "None":
+        value = None
+    parsed = getattr(set_by(f"--{name}={value}"), name)
+    assert parsed == value and type(parsed) is type(value)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# files
+
+
+def test_files_in_order_then_flags_wherever_they_stand(tmp_path):
+    a = write(tmp_path, "a.py", "n_layer = 3\nn_head = 2\nbatch_size = 4  # windows\n")
+    b = write(tmp_path, "b.py", "n_layer = 5\nlearning_rate = 1\n")
+    config, explicit, words = parse(Config, ["--batch_size=9", a, b, "--n_embd=64"], files=True)
+    assert (config.n_layer, config.n_head, config.batch_size, config.n_embd) == (5, 2, 9, 64)
+    assert config.learning_rate == 1.0 and type(config.learning_rate) is float
+    assert explicit == {"n_layer", "n_head", "batch_size", "n_embd", "learning_rate"}
+    assert words == [a, b]
+    assert parse(Config, [b, a], files=True)[0].n_layer == 3
+    assert config.out_dir == Config().out_dir
+
+
+def test_positional_words_are_left_alone_without_files():
+    config, explicit, words = parse(Config, ["out/a", "--seed=3", "b"])
+    assert words == ["out/a", "b"] and explicit == {"seed"} and config.seed == 3
+
+
+names_of_modules = itertools.count()
+
+
+def test_a_file_may_start_from_another(tmp_path, monkeypatch):
+    base = f"base_run_{next(names_of_modules)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write(tmp_path, f"{base}.py", "n_layer = 3\nn_embd = 64\n_tokens = 7\nmax_iters = _tokens * 10\n")
+    child = write(tmp_path, "child.py", f"from {base} import *\n\nn_embd = 2 * n_embd  # twice as wide\n")
+    config, explicit, _ = parse(Config, [child], files=True)
+    assert (config.n_layer, config.n_embd, config.max_iters) == (3, 128, 70)
+    assert explicit == {"n_layer", "n_embd", "max_iters"}
+
+
+def test_underscore_names_and_modules_are_scratch_and_files_do_not_see_each_other(tmp_path):
+    a = write(tmp_path, "a.py", "import math\nimport os.path\n_d = 8\nn_embd = _d * int(math.sqrt(64))\nimport collections as c\n")
+    assert parse(Config, [a], files=True)[0].n_embd == 64
+    b = write(tmp_path, "b.py", "n_layer = _d\n")
+    assert refused(a, b, files=True).startswith(f"{b}:1: NameError")
+
+
+def test_a_file_runs_as_the_python_it_is(tmp_path):
+    a = write(tmp_path, "a.py", "n_layer = sum(1 for _i in range(4))\nif n_layer > 2:\n    n_head = [k for k in (1, 2)][-1]\n")
+    config = parse(Config, [a], files=True)[0]
+    assert (config.n_layer, config.n_head) == (4, 2)
+
+
+BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
+    ("n_layer = 2\nn_head = = 2\n", "{path}:2: invalid syntax"),
+    ("n_layer = 2\n\nn_head = n_layr\n", "{path}:3: NameError: name 'n_layr' is not defined"),
+    ("def _f():\n    return 1 / 0\n\nn_layer = _f()\n", "{path}:2: ZeroDivisionError"),
+    ("import no_such_module_at_all\n", "{path}:1: ModuleNotFoundError"),
+    ("n_layers = 3\n", "{path}: unknown key 'n_layers'; did you mean 'n_layer'?"),
+    ("from math import pi\n", "{path}: unknown key 'pi'"),
+    ("def f(): pass\n", "{path}: unknown key 'f'"),
+    ("n_layer = 2.0\n", "{path}: n_layer must be an int >= 1, not '2.0'"),
+    ("n_layer = True\n", "{path}: n_layer must be an int >= 1, not 'True'"),
+    ("n_layer = '2'\n", "{path}: n_layer must be an int >= 1, not '2'"),
+    ("n_layer = [2]\n", "{path}: n_layer must be an int >= 1, not '[2]'"),
+    ("n_layer = 16 ** 5000\n", "{path}: n_layer must be an int >= 1"),
+    ("grad_clip = float('nan')\n", "{path}: grad_clip must be a number"),
+    ("grad_clip = float('inf')\n", "{path}: grad_clip must be a number"),
+    ("grad_clip = 10 ** 400\n", "{path}: grad_clip must be a number"),
+    ("norm = 3\n", "{path}: norm must be one of"),
+    ("norm = []\n", "{path}: norm must be one of"),
+    ("out_dir = 3\n", "{path}: out_dir must be text, not '3'"),
+    ("out_dir = None\n", "{path}: out_dir must be text"),
+    ("tie_embeddings = 0\n", "{path}: tie_embeddings must be True or False"),
+    ("raise ValueError('two\\nlines')\n", "{path}:1: ValueError"),
+    ("  n_layer = 2\n", "{path}:1: unexpected indent"),
+    ("n_layer = 2\nx = '''\n", "{path}:2: unterminated"),
+    ("n_layer = '\0'\n", "{path}:"),
+]
+
+
+@pytest.mark.parametrize("text, wanted", BAD_CONFIGS, ids=[repr(t) for t, _ in BAD_CONFIGS])
+def test_a_bad_file_is_one_line_with_its_place(text, wanted, tmp_path):
+    path = write(tmp_path, "bad.py", text)
+    message = refused(path, files=True)
+    assert wanted.replace("{path}", path) in message
+
+
+def test_a_file_that_starts_from_a_broken_one_names_the_broken_one(tmp_path, monkeypatch):
+    base = f"broken_base_{next(names_of_modules)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = write(tmp_path, f"{base}.py", "n_layer = 2\nn_head = 2\nn_embd = = 3\n")
+    child = write(tmp_path, "child.py", f"from {base} import *\n")
+    assert f"{broken}:3: invalid syntax" in refused(child, files=True)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "no config file" in refused(str(tmp_path / "absent.py"), files=True)
+    assert "cannot read config file" in refused(str(tmp_path), files=True)
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00n_layer")
+    assert "cannot read config file" in refused(str(tmp_path / "binary.py"), files=True)
+    assert "no config file n_layer=3" in refused("n_layer=3", files=True)
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    for name in ("taper_30m.py", "baseline_30m.py", "__init__.py"):
+        write(tmp_path / "config", name, "")
+    monkeypatch.setattr(config_module, "ROOT", tmp_path)
+    assert refused("config/tapr_30m.py", files=True) == "no config file config/tapr_30m.py; did you mean config/taper_30m.py?"
+    assert refused("config/zzz.py", files=True) == "no config file config/zzz.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!_]*.py")), ids=lambda p: p.name)
+def test_every_config_file_of_the_repository_means_something(path):
+    config = parse(Config, [str(path)], files=True)[0].resolve()
+    names = [f.name for f in dataclasses.fields(ModelKnobs)]
+    ModelConfig(**{n: getattr(config, n) for n in names if n != "vocab_size"})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# resolve
+
+
+def test_resolve_fills_in_what_defaults_to_another_knob():
+    config = set_by("--max_iters=2000").resolve()
+    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (100, 2000, 100, 2000)
+    config = set_by("--max_iters=2000", "--warmup_iters=30", "--gate_end=500", "--lr_decay_iters=900").resolve()
+    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (30, 900, 30, 500)
+    config = set_by("--max_iters=2000", "--gate_start=7", "--taper=all").resolve()
+    assert (config.warmup_iters, config.gate_start) == (100, 7)
+    assert dataclasses.asdict(config.resolve()) == dataclasses.asdict(config)  # once is enough
+
+
+@given(max_iters=st.integers(1, 10**6), taper=st.sampled_from(["none", "all"]), aux=st.sampled_from([0.0, 0.1]))
+def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
+    config = Config(max_iters=max_iters, taper=taper, aux_weight=aux)
+    if max_iters == 1 and (taper != "none" or aux):
+        with pytest.raises(BadInput):  # one step cannot both calibrate and taper
+            config.resolve()
+        return
+    config.resolve()
+    assert 1 <= config.warmup_iters < config.lr_decay_iters
+    if taper != "none" or aux:
+        assert 1 <= config.gate_start < config.gate_end == max_iters
+
+
+@pytest.mark.parametrize(
+    "flags, wanted",
+    [
+        (["--taper=all", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
+        (["--taper=all", "--warmup_iters=0"], "gate_start=0 leaves no step to calibrate on"),
+        (["--aux_weight=0.1", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
+        (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_start < gate_end <= max_iters, not 50, 50, 10000"),
+        (["--taper=internal", "--gate_start=60", "--gate_end=50"], "gate_start < gate_end <= max_iters, not 60, 50"),
+        (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
+        (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
+        (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
+        (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),
+    ],
+)
+def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
+    with pytest.raises(BadInput) as e:
+        set_by(*flags).resolve()
+    assert wanted in one_line(e)
+
+
+def test_without_a_taper_the_gate_knobs_bind_nothing():
+    assert set_by("--warmup_iters=0").resolve().gate_start == 0
+    assert set_by("--gate_end=99999").resolve().gate_end == 99999
+
+
+# ---------------------------------------------------------------------------------------------------------
+# one line on stderr, and files that are whole or absent
+
+
+def test_errors_are_one_line_on_stderr_and_status_2():
+    code = "from config import *\nwith one_line_errors(KeyError):\n    raise {}"
+    for error, wanted in (("BadInput('a\\nb')", "a b"), ("KeyError('k')", "'k'")):
+        done = subprocess.run([sys.executable, "-c", code.format(error)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and done.stderr.endswith(f": {wanted}\n")
+    done = subprocess.run([sys.executable, "-c", code.format("RuntimeError('a bug')")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr  # a bug is not bad input
+    done = subprocess.run([sys.executable, "-c", code.format("KeyboardInterrupt")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == ""
+
+
+def test_one_line_errors_lets_a_good_run_through():
+    with one_line_errors():
+        pass
+    with pytest.raises(ValueError), one_line_errors(KeyError):
+        raise ValueError
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_an_exception_leaves_the_old_file_and_no_temporary(old, tmp_path):
+    path = tmp_path / "file.bin"
+    if old is not None:
+        path.write_bytes(old)
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as f:
+        f.write(b"half of the ne")
+        f.flush()
+        _ = 1 / 0
+    assert [p.name for p in tmp_path.iterdir()] == ([] if old is None else ["file.bin"])
+    assert old is None or path.read_bytes() == old
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with atomic_write(str(path)) as f:
+        f.write(b"new")
+        f.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    with atomic_write(path, "w") as f:
+        f.write("τ\n")
+    assert path.read_bytes() == "τ\n".encode()
+
+
+def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.replace
+
+    def recorded_fsync(fd):
+        events.append("sync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "sync file")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), rename(a, b)))
+    with atomic_write(tmp_path / "f") as f:
+        f.write(b"x")
+    assert events == ["sync file", "rename", "sync folder"]
+
+
+def test_a_kill_inside_leaves_the_old_file(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    code = (
+        f"import os, signal\nfrom config import atomic_write\nwith atomic_write({str(path)!r}) as f:\n"
+        "    f.write(b'half'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
+    assert path.read_bytes() == b"old"
+    with atomic_write(path) as f:  # what the killed one left does not matter
+        f.write(b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_the_system_refuses_is_bad_input(tmp_path):
+    with pytest.raises(BadInput) as e, atomic_write(tmp_path / "no" / "such" / "f") as f:
+        f.write(b"x")
+    assert re.search("cannot write .*No such file", one_line(e))
+    (tmp_path / "old").write_bytes(b"old")
+    with pytest.raises(BadInput) as e, atomic_write(tmp_path / "old") as f:
+        f.write(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert "No space left on device" in one_line(e)
+    assert (tmp_path / "old").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
+    for path in (tmp_path, tmp_path / "absent.pt"):
+        with pytest.raises(BadInput) as e:
+            model_file(path)
+        assert str(path) in one_line(e)
+    for name in ("ckpt.pt", "model.pt", "folded.pt"):  # each beats those before it
+        (tmp_path / name).touch()
+        assert model_file(str(tmp_path)) == tmp_path / name
+    assert model_file(tmp_path / "ckpt.pt") == tmp_path / "ckpt.pt"
+
+
+class FullDisk:
+    """A file that takes some bytes and then has no space."""
+
+    def __init__(self, f, room: int):
+        self.f, self.room = f, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.f.write(data)
+
+    def flush(self):
+        self.f.flush()
+
+
+def test_torch_save_on_a_full_disk_is_bad_input(tmp_path):
+    """torch.save wraps the OSError of its file in a RuntimeError."""
+    for room in (0, 100, 20_000):
+        with pytest.raises(BadInput) as e, atomic_write(tmp_path / "f") as f:
+            torch.save({"x": torch.arange(10_000)}, FullDisk(f, room))
+        assert "No space left on device" in one_line(e)
+        assert list(tmp_path.iterdir()) == []

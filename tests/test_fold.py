@@ -1,0 +1,395 @@
+"""Folding: the same logits from fewer operations, for every variant, with nothing at 1 or 0."""
+
+import collections
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from conftest import VARIANTS, batch, every_variant, norm_names, one_line, same_state, scale_of_difference, state_of, tiny, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model as module
+from model import (
+    FORMS,
+    TOLERANCE,
+    CentredEmbedding,
+    CentredLinear,
+    Identity,
+    LayerNorm,
+    ModelError,
+    RMSNorm,
+    Scale,
+    TaperNorm,
+    absorb,
+    export,
+    exports,
+    fold,
+    fold_error,
+    unfuse,
+)
+
+# float64: exact algebra, so only rounding is left: 1e-16 an operation, a thousand of them in the longest chain
+EXACT = 1e-12
+TRANSFORMED = [form for form in FORMS if form != "trained"]
+ALL_TAPERED = ["rmsnorm-all-aux", "layernorm-all", "layernorm-all-nobias"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the same logits
+
+
+@every_variant
+@pytest.mark.parametrize("form", TRANSFORMED)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_every_form_has_the_models_logits(variant, form, tied, n_kv_head):
+    model, idx = tiny(variant, tie_embeddings=tied, n_kv_head=n_kv_head), tokens(3, 16)
+    error = fold_error(model, form, idx, torch.float64)
+    assert error <= EXACT <= TOLERANCE[torch.float64]
+    # float32: the same count of roundings of 6e-8; the folded weights are rounded once more
+    assert fold_error(model, form, idx, torch.float32) <= 5e-5 <= TOLERANCE[torch.float32]
+    # and not through fold_error, which is the code under test too
+    with torch.no_grad():
+        assert scale_of_difference(FORMS[form](model)(idx), model.eval()(idx)) <= EXACT
+
+
+@given(variant=st.sampled_from(list(VARIANTS)), form=st.sampled_from(TRANSFORMED), seed=st.integers(0, 2**16), tied=st.booleans())
+def test_folding_is_exact_for_any_weights(variant, form, seed, tied):
+    model = tiny(variant, seed=seed, tie_embeddings=tied)
+    assert fold_error(model, form, tokens(2, 16, seed=seed), torch.float64) <= EXACT
+
+
+@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-internal"])
+@pytest.mark.parametrize("form", TRANSFORMED)
+def test_a_model_that_was_not_calibrated_yet_folds_with_the_c_of_now(variant, form):
+    model = tiny(variant, phase="norm")
+    for observed in range(3):
+        assert fold_error(model, form, tokens(2, 16), torch.float64) <= EXACT, observed
+        model(*batch(seed=observed))
+        model.update_statistics()
+
+
+@every_variant
+@pytest.mark.parametrize("gains", [False, True])
+def test_folding_a_fold_and_folding_the_unfused_change_nothing(variant, gains):
+    model, idx = tiny(variant), tokens(2, 16)
+    with torch.no_grad():
+        wanted = fold(model, gains)(idx)
+        for again in (fold(fold(model, gains), gains), fold(unfuse(model), gains)):
+            assert scale_of_difference(again(idx), wanted) <= EXACT
+            assert again.config == fold(model, gains).config
+            assert again.state_dict().keys() == fold(model, gains).state_dict().keys()
+
+
+@every_variant
+def test_the_folded_weights_of_the_unfused_are_those_of_the_trained(variant):
+    model = tiny(variant)
+    ours, wanted = fold(unfuse(model)).state_dict(), fold(model).state_dict()
+    assert ours.keys() == wanted.keys()
+    for name in wanted:
+        assert scale_of_difference(ours[name], wanted[name]) <= EXACT, name
+
+
+def test_the_algebra_is_the_designs():
+    """W <- (W diag(c gamma~))(I - 11'/D), b <- W_before beta; and without centring for RMSNorm."""
+    D = 24
+    centring = torch.eye(D, dtype=torch.float64) - torch.ones(D, D, dtype=torch.float64) / D
+    for variant, matrix in (("layernorm-all", centring), ("rmsnorm-all-aux", torch.eye(D, dtype=torch.float64))):
+        model = tiny(variant)
+        folded = fold(model)
+        pairs = [(model.norm_final, model.tok_emb, folded.lm_head)]
+        for before, after in zip(model.blocks, folded.blocks, strict=True):
+            pairs += [(before.norm_attn, before.attn.qkv, after.attn.qkv), (before.norm_mlp, before.mlp.gate_up, after.mlp.gate_up)]
+        for norm, before, after in pairs:
+            wanted = before.weight @ torch.diag(norm.c * norm.weight_tilde) @ matrix
+            assert scale_of_difference(after.weight, wanted) <= EXACT
+            assert scale_of_difference(after.weight, before.weight) > 1e-2
+            if norm.bias is None:
+                assert after.bias is None
+            else:
+                assert scale_of_difference(after.bias, before.weight @ norm.bias) <= EXACT
+
+
+@given(variant=st.sampled_from([v for v in VARIANTS if v not in ("dyt", "derf")]), seed=st.integers(0, 2**16), gains=st.booleans())
+def test_absorbing_a_norm_in_a_layer_that_has_a_bias_keeps_what_the_layer_gives(variant, seed, gains):
+    norm = tiny(variant, seed=seed).eval().norm_final
+    torch.manual_seed(seed)
+    layer, h = nn.Linear(24, 7, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64) + 0.5
+    with torch.no_grad():
+        wanted = layer(norm(h))
+        rest = absorb(norm, layer, gains)
+        assert scale_of_difference(layer(rest(h)), wanted) <= EXACT
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is left
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", ALL_TAPERED)
+def test_a_folded_all_taper_model_has_no_norm(variant, tied):
+    folded = fold(tiny(variant, tie_embeddings=tied))
+    assert norm_names(folded) == [] and norm_names(tiny(variant)) != []
+    places = [folded.norm_final, *(n for b in folded.blocks for n in (b.norm_attn, b.norm_mlp))]
+    assert all(type(n) is Identity for n in places)
+    assert not any(isinstance(m, Scale) for m in folded.modules())
+    h = torch.randn(2, 3, 24)
+    assert folded.norm_final(h) is h
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm-internal", "layernorm-internal-aux", "rmsnorm-final", "layernorm-final"])
+def test_only_the_tapered_norms_go(variant):
+    model = tiny(variant)
+    tapered = {f"blocks.{k.replace('.', '.norm_')}" if k != "final" else "norm_final" for k in model.taper_norms()}
+    folded, unfused = fold(model), unfuse(model)
+    for name, m in model.named_modules():
+        if isinstance(m, TaperNorm | RMSNorm):
+            expected = (Identity, Scale) if name in tapered else (LayerNorm if "layernorm" in variant else RMSNorm,) * 2
+            assert (type(folded.get_submodule(name)), type(unfused.get_submodule(name))) == expected, name
+
+
+@every_variant
+def test_weightless_leaves_no_gain_and_no_shift(variant):
+    bare = fold(tiny(variant), gains=True)
+    norms = [bare.norm_final, *(n for b in bare.blocks for n in (b.norm_attn, b.norm_mlp))]
+    if variant in ("dyt", "derf"):
+        assert all(n.weight is not None for n in norms)
+    else:
+        assert not [p for n in norms for p in n.parameters()]
+    assert len(norm_names(bare)) == len(norm_names(fold(tiny(variant))))  # the statistics stay
+
+
+@pytest.mark.parametrize("variant", ["dyt", "derf", "rmsnorm", "layernorm"])
+def test_what_cannot_fold_folds_to_itself(variant):
+    model = tiny(variant)
+    folded = fold(model)
+    assert same_state(folded.state_dict(), model.state_dict())
+    assert [type(m) for m in folded.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize("form", TRANSFORMED)
+@every_variant
+def test_a_head_that_changes_is_untied_and_one_that_does_not_stays_tied(variant, form):
+    model = FORMS[form](tiny(variant))
+    final_gain_moves = form == "weightless" and variant not in ("dyt", "derf")
+    tapered_final = VARIANTS[variant].get("taper") in ("final", "all") and form != "unfused"
+    table_changes = variant.startswith("cbwc") and form != "unfused"
+    changes = final_gain_moves or tapered_final or table_changes
+    assert (model.lm_head is not None) == changes
+    assert model.config.tie_embeddings == (not changes)
+    assert model.config.form == form
+    if model.lm_head is not None:
+        assert model.lm_head.weight.data_ptr() != model.tok_emb.weight.data_ptr()
+
+
+@every_variant
+@pytest.mark.parametrize("form", TRANSFORMED)
+def test_the_original_is_left_alone(variant, form):
+    model = tiny(variant, dtype=torch.float32)
+    before, structure = state_of(model), [type(m) for m in model.modules()]
+    model(*batch()).total.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    wanting = {n for n, p in model.named_parameters() if p.requires_grad}
+    new = FORMS[form](model)
+    with torch.no_grad():
+        for p in new.parameters():
+            p.fill_(7.0)  # nothing is shared
+    assert same_state(before, model.state_dict())
+    assert structure == [type(m) for m in model.modules()]
+    assert model.lm_head is None and model.config.tie_embeddings and model.config.form == "trained"
+    assert model.training and not new.training
+    assert all(torch.equal(p.grad, grads[n]) for n, p in model.named_parameters() if n in grads)
+    assert wanting == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert all(p.dtype is torch.float32 for p in [*model.parameters(), *new.parameters()])
+
+
+@pytest.mark.parametrize("variant", ["cbwc", "cbwc-nobias"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_folding_cbwc_centres_the_writers_for_good(variant, tied):
+    model = tiny(variant, tie_embeddings=tied)
+    folded = fold(model)
+    assert not any(isinstance(m, CentredEmbedding | CentredLinear) for m in folded.modules())
+    writers = [(folded.tok_emb, model.tok_emb, 1)]
+    for new, old in zip(folded.blocks, model.blocks, strict=True):
+        writers += [(new.attn.proj, old.attn.proj, 0), (new.mlp.down, old.mlp.down, 0)]
+    for new, old, outputs in writers:
+        assert type(new) in (nn.Embedding, nn.Linear)
+        assert new.weight.mean(outputs).abs().max() <= 1e-15
+        assert old.weight.mean(outputs).abs().max() > 1e-2
+        assert scale_of_difference(new.weight, old.weight - old.weight.mean(outputs, keepdim=True)) <= EXACT
+    # the head reads the table as it was: centring what it shares would change the logits
+    head = model.tok_emb if tied else model.lm_head
+    assert torch.equal(folded.lm_head.weight, head.weight)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def statistics_per_forward(model) -> int:
+    """Reductions over the width: means, and fused norms which hold one each."""
+    operators = Operators()
+    with torch.no_grad(), operators:
+        model(tokens(2, 16))
+    return sum(operators.counts[n] for n in ("mean", "var", "_fused_rms_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm"))
+
+
+@pytest.mark.parametrize(
+    "variant, trained, folded",
+    [
+        ("rmsnorm", 7, 7),  # 3 blocks of two norms, and the final one
+        ("layernorm", 7, 7),
+        ("coupled", 4, 4),  # one a block
+        ("coupled-from-1", 5, 5),
+        ("rmsnorm-internal", 1, 1),
+        ("rmsnorm-final", 6, 6),
+        ("rmsnorm-all-aux", 0, 0),
+        ("layernorm-all", 7, 0),  # unfolded, the mean is still taken off
+        ("cbwc", 7 + 7, 7),  # and the centring of 7 matrices, until it is folded
+        ("dyt", 0, 0),
+    ],
+)
+def test_how_many_statistics_are_computed(variant, trained, folded):
+    model = tiny(variant, n_layer=3).eval()
+    assert statistics_per_forward(model) == trained
+    assert statistics_per_forward(fold(model)) == folded
+    assert statistics_per_forward(fold(model, gains=True)) == folded
+
+
+def test_coupled_folds_into_fewer_operators():
+    """Gains go into qkv and gate_up, residual adds into the products: 2 gains and 2 adds a block."""
+    counts = []
+    for model in (tiny("coupled").eval(), fold(tiny("coupled"))):
+        operators = Operators()
+        with torch.no_grad(), operators:
+            model(tokens(2, 16))
+        counts.append(operators.counts)
+    trained, folded = counts
+    assert folded["addmm"] - trained["addmm"] == 2 * 2
+    assert trained["add"] - folded["add"] == 2 * 2
+    assert sum(folded.values()) < sum(trained.values())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# precision, and what is refused
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm-all-aux", "layernorm-all", "layernorm-internal-aux", "coupled", "cbwc"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folding_before_the_cast_is_at_least_as_accurate_as_after_it(variant, dtype):
+    """The weights of the low-precision model against the exact folded ones: one rounding, not two."""
+    model = tiny(variant)
+    exact = fold(model).state_dict()
+    before, after = fold(model).to(dtype).state_dict(), fold(copy.deepcopy(model).to(dtype)).state_dict()
+
+    def error(state):
+        changed = [n for n in exact if n.endswith(("qkv.weight", "gate_up.weight", "proj.weight", "down.weight", "lm_head.weight"))]
+        return sum((state[n].double() - exact[n]).square().sum().item() for n in changed) ** 0.5
+
+    assert before.keys() == after.keys() == exact.keys()
+    assert error(before) < 0.9 * error(after)
+    # nearest rounding is the best any cast can do
+    assert all(torch.equal(before[n], exact[n].to(dtype)) for n in exact)
+
+
+def test_fold_of_a_low_precision_model_is_computed_in_float64_and_rounded_once():
+    model = tiny("layernorm-all", dtype=torch.bfloat16)
+    exact, ours = fold(copy.deepcopy(model).double()).state_dict(), fold(model).state_dict()
+    assert all(torch.equal(ours[n], exact[n].bfloat16()) for n in exact)
+
+
+@every_variant
+@pytest.mark.parametrize("form", TRANSFORMED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_export_proves_what_it_gives(variant, form, dtype):
+    # std as after training: in a wild random net bfloat16 alone moves the logits by more than a tenth
+    model = tiny(variant, dtype=dtype, std=0.1)
+    exported, errors = export(model, form, tokens(2, 16))
+    assert list(errors) == list(dict.fromkeys(["float64", str(dtype).removeprefix("torch.")]))
+    assert errors["float64"] <= EXACT
+    for name, error in errors.items():
+        assert error <= TOLERANCE[getattr(torch, name)]
+    assert same_state(exported.state_dict(), FORMS[form](model).state_dict())
+    assert exported.config.form == form and not exported.training
+    assert next(exported.parameters()).dtype is dtype
+
+
+@every_variant
+def test_a_run_writes_two_models_where_folding_changes_the_network_else_one(variant):
+    model = tiny(variant)
+    changed = not same_state(fold(model).state_dict(), model.state_dict())
+    assert exports(model.config) == ({"unfused.pt": "unfused", "folded.pt": "folded"} if changed else {"model.pt": "folded"})
+
+
+def without_c(norm):
+    return Identity(), norm.weight_tilde, norm.bias, norm.centre
+
+
+def without_shift(norm):
+    return Identity(), norm.c * norm.weight_tilde, None, norm.centre
+
+
+def without_centring(norm):
+    return Identity(), norm.c * norm.weight_tilde, norm.bias, False
+
+
+def slightly_wrong(norm):
+    return Identity(), norm.c * norm.weight_tilde * (1 + 1e-7), norm.bias, norm.centre
+
+
+@pytest.mark.parametrize("broken", [without_c, without_shift, without_centring, slightly_wrong], ids=lambda f: f.__name__)
+def test_export_refuses_a_broken_fold(broken, monkeypatch):
+    model = tiny("layernorm-all", dtype=torch.float32)
+    export(model, "folded", tokens(2, 16))
+    monkeypatch.setattr(TaperNorm, "factor", lambda self, gains: broken(self))
+    with pytest.raises(ModelError) as e:
+        export(model, "folded", tokens(2, 16))
+    assert "folded" in one_line(e) and "float64" in one_line(e)
+
+
+def test_export_refuses_a_fold_that_is_right_in_float64_alone(monkeypatch):
+    model = tiny("rmsnorm-all-aux", dtype=torch.float32)
+    honest = module.fold
+
+    def careless(m):
+        new = honest(m)
+        if m.tok_emb.weight.dtype is torch.float32:
+            new.lm_head.weight.data = new.lm_head.weight.data.bfloat16().float()
+        return new
+
+    monkeypatch.setitem(FORMS, "folded", careless)
+    with pytest.raises(ModelError) as e:
+        export(model, "folded", tokens(2, 16))
+    assert "float32" in one_line(e)
+
+
+@every_variant
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_export_refuses_weights_that_are_not_finite(variant, value):
+    model, idx = tiny(variant), tokens(2, 16)
+    with torch.no_grad():
+        model.blocks[0].mlp.gate_up.weight[3, 5] = value
+    for form in TRANSFORMED:
+        with pytest.raises(ModelError) as e:
+            export(model, form, idx)
+        assert "not exported" in one_line(e)
+
+
+def test_a_folded_model_trains_and_generates():
+    model = fold(tiny("layernorm-all", dtype=torch.float32, std=0.1)).train()
+    losses = model(*batch())
+    losses.total.backward()
+    assert losses.aux.item() == 0
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert model.generate(tokens(2, 4), 4, temperature=0).shape == (2, 8)

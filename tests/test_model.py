@@ -1,0 +1,732 @@
+"""The transformer: sizes, init, Llama's logits, RoPE, cache, sampling, and each norm against its printed formula."""
+
+import copy
+import itertools
+import math
+import os
+import pickle
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    VARIANTS,
+    batch,
+    every_variant,
+    one_line,
+    plain_layernorm,
+    plain_rms,
+    randomize,
+    same_state,
+    scale_of_difference,
+    state_of,
+    tiny,
+    tiny_config,
+    tokens,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import (
+    FORMS,
+    NORMS,
+    Derf,
+    DyT,
+    KVCache,
+    LayerNorm,
+    ModelConfig,
+    ModelError,
+    RMSNorm,
+    ScaleAnchor,
+    TaperNorm,
+    Transformer,
+    fold,
+    inverse_rms,
+    read_file,
+    sample_token,
+    stream_scale,
+)
+
+# Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in a random net.
+EXACT = 1e-12
+
+# ---------------------------------------------------------------------------------------------------------
+# size, names, init
+
+
+@pytest.mark.parametrize(
+    "width, hidden, total", [(64, 176, 1_042_496), (128, 344, 2_863_232), (256, 688, 8_888_576), (512, 1368, 30_327_296)]
+)
+def test_parameter_totals_are_the_papers_sizes(width, hidden, total):
+    config = ModelConfig(n_embd=width, n_layer=8, vocab_size=10_000)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert config.hidden == hidden
+    assert sum(p.numel() for p in model.parameters()) == total
+
+
+BLOCK = {"attn.qkv.weight": (36, 24), "attn.proj.weight": (24, 24), "mlp.gate_up.weight": (128, 24), "mlp.down.weight": (24, 64)}
+VECTORS = {
+    "rmsnorm": ["weight"],
+    "coupled": ["weight"],
+    "layernorm": ["weight", "bias"],
+    "layernorm-nobias": ["weight"],
+    "cbwc": ["weight", "bias"],
+    "cbwc-nobias": ["weight"],
+    "dyt": ["weight", "bias", "alpha"],
+    "derf": ["weight", "bias", "alpha", "s"],
+    "rmsnorm-all-aux": ["weight", "weight_tilde", "c", "ema_num", "ema_den", "ema_count"],
+    "layernorm-all": ["weight", "bias", "weight_tilde", "c", "ema_num", "ema_den", "ema_count"],
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", VECTORS)
+def test_names_and_shapes_are_those_of_the_design(variant, tied):
+    state = Transformer(tiny_config(variant, n_kv_head=1, tie_embeddings=tied)).state_dict()
+    scalars = {"alpha", "s", "c", "ema_num", "ema_den", "ema_count"}
+    wanted = {"tok_emb.weight": (61, 24)} | {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()}
+    norms = ["norm_final", *(f"blocks.{i}.norm_{kind}" for i in range(2) for kind in ("attn", "mlp"))]
+    wanted |= {f"{norm}.{v}": () if v in scalars else (24,) for norm in norms for v in VECTORS[variant]}
+    if not tied:
+        wanted["lm_head.weight"] = (61, 24)
+    ours = {name: tuple(t.shape) for name, t in state.items() if not name.startswith("anchor.")}
+    assert ours == wanted
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm-all", "coupled", "cbwc", "derf"])
+def test_scaled_init_is_on_the_matrices_that_write_the_residual_stream_alone(variant):
+    model = Transformer(tiny_config(variant, n_layer=4, n_embd=128, vocab_size=500, tie_embeddings=False))
+    seen = set()
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            continue
+        kind = name.split(".")[-2]
+        seen.add(kind)
+        wanted = 0.02 / math.sqrt(2 * 4) if kind in ("proj", "down") else 0.02
+        # 16384 draws or more: the measured std is off by 0.6% (one sigma); the two stds are a factor 2.8 apart
+        assert p.std().item() == pytest.approx(wanted, rel=0.03), name
+        assert abs(p.mean().item()) < wanted * 5 / math.sqrt(p.numel()), name
+    assert seen == {"tok_emb", "qkv", "proj", "gate_up", "down", "lm_head"}
+
+
+@every_variant
+def test_norms_start_at_one_and_shifts_at_zero(variant):
+    starts = {"weight": 1.0, "weight_tilde": 1.0, "bias": 0.0, "alpha": 0.5, "s": 0.0}
+    vectors = {n: p for n, p in Transformer(tiny_config(variant)).named_parameters() if p.dim() < 2}
+    assert vectors
+    for name, p in vectors.items():
+        assert (p == starts[name.split(".")[-1]]).all(), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied):
+    def matrices(variant, seed):
+        torch.manual_seed(seed)
+        return {n: p for n, p in Transformer(tiny_config(variant, tie_embeddings=tied)).named_parameters() if p.dim() == 2}
+
+    reference, other = matrices("rmsnorm", 7), matrices("rmsnorm", 8)
+    assert not any(torch.equal(reference[n], other[n]) for n in reference)
+    for variant in VARIANTS:
+        assert same_state(matrices(variant, 7), reference), variant
+
+
+# ---------------------------------------------------------------------------------------------------------
+# against Hugging Face's Llama
+
+
+def as_llama(model):
+    """transformers' LlamaForCausalLM with the weights of a plain RMSNorm model."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
+    c = model.config
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.hidden, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_base,
+            max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, attention_bias=False, mlp_bias=False,
+            hidden_act="silu", attn_implementation="eager",
+        )
+    ).eval()  # fmt: skip
+    assert llama.config.rope_parameters["rope_theta"] == c.rope_base if hasattr(llama.config, "rope_parameters") else True
+    state = {"model.embed_tokens.weight": model.tok_emb.weight, "model.norm.weight": model.norm_final.weight}
+    for i, b in enumerate(model.blocks):
+        q, k, v = b.attn.qkv.weight.split([c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim])
+        gate, up = b.mlp.gate_up.weight.chunk(2)
+        state |= {
+            f"model.layers.{i}.{name}.weight": w
+            for name, w in {
+                "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": b.attn.proj.weight,
+                "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": b.mlp.down.weight,
+                "input_layernorm": b.norm_attn.weight, "post_attention_layernorm": b.norm_mlp.weight,
+            }.items()
+        }  # fmt: skip
+    state["lm_head.weight"] = model.tok_emb.weight if model.lm_head is None else model.lm_head.weight
+    with torch.no_grad():
+        theirs = llama.state_dict()
+        assert set(theirs) == set(state)
+        for name, t in theirs.items():
+            t.copy_(state[name])
+    return llama
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("rope_base", [10000.0, 50.0])
+def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base):
+    # std 0.12: attention is neither uniform nor one-hot, so a wrong angle or a wrong head shows
+    model = tiny("rmsnorm", dtype=torch.float32, std=0.12, n_kv_head=n_kv_head, tie_embeddings=tied, rope_base=rope_base, block_size=32)
+    llama, text = as_llama(model), tokens(2, 32, seed=3)
+    with torch.no_grad():
+        theirs = llama(text)
+        # float32, 2 layers: rounding of 6e-8 per operation over sums of 64 terms, in another order
+        assert scale_of_difference(model(text), theirs.logits) <= 1e-5
+        loss = model(text[:, :-1], text[:, 1:]).ce
+        assert loss.item() == pytest.approx(llama(text, labels=text).loss.item(), rel=1e-5)
+
+
+def test_loss_is_the_cross_entropy_of_the_targets_and_total_adds_aux():
+    idx, targets = batch()
+    model = tiny("rmsnorm", std=0.1)
+    logits = model(idx)
+    by_hand = -torch.stack([logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(3) for t in range(16)]).mean()
+    losses = model(idx, targets)
+    assert losses.ce.item() == pytest.approx(by_hand.item(), rel=EXACT)
+    assert losses.total.item() == losses.ce.item() and losses.aux.item() == 0
+    with_aux = tiny("rmsnorm", std=0.1, aux_weight=0.7)(idx, targets)
+    assert with_aux.ce.item() == losses.ce.item() and with_aux.aux.item() > 0
+    assert with_aux.total.item() == pytest.approx((with_aux.ce + with_aux.aux).item(), rel=EXACT)
+
+
+def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
+    model, (idx, targets) = tiny("layernorm", tie_embeddings=False), batch()
+    logits = model(idx)
+    assert scale_of_difference(model(idx, last_only=True), logits[:, -1:]) <= EXACT
+    stream = model(idx, targets).stream
+    s, l2 = model.diagnostics(stream)
+    centred = stream - stream.mean(-1, keepdim=True)
+    assert s.item() == pytest.approx((centred.square().mean(-1) + 1e-6).sqrt().mean().item(), rel=1e-10)
+    assert l2.item() == pytest.approx(logits.norm(dim=-1).mean().item(), rel=1e-10)  # through W'W: squares lose digits
+
+
+# ---------------------------------------------------------------------------------------------------------
+# causality, RoPE, cache, generation
+
+
+@every_variant
+@pytest.mark.parametrize("phase", ["norm", "blend", "scale"])
+def test_a_later_token_changes_no_earlier_logit(variant, phase):
+    model, idx = tiny(variant, phase=phase), tokens(2, 16)
+    for t in (1, 9, 15):
+        changed = idx.clone()
+        changed[:, t] = (changed[:, t] + 1) % 61
+        for m in (model, fold(model)):
+            before, after = m(idx), m(changed)
+            assert scale_of_difference(after[:, :t], before[:, :t]) <= EXACT
+            assert scale_of_difference(after[:, t:], before[:, t:]) > 1e-3
+
+
+@given(shift=st.integers(1, 48), T=st.integers(2, 16), seed=st.integers(0, 2**16))
+def test_rope_is_relative(shift, T, seed):
+    """Moving all positions by the same number changes nothing; moving some of them does."""
+    model = tiny("rmsnorm", seed=seed, block_size=64, std=0.4, n_kv_head=2)
+    attn, x = model.blocks[0].attn, torch.randn(2, T, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        here = attn(x, model.rope[:, :T])
+        # the tables are float32: an angle up to 64 is off by 4e-6, and the sharpest attention multiplies that
+        assert scale_of_difference(attn(x, model.rope[:, shift : shift + T]), here) <= 1e-3
+        late = model.rope[:, [*range(T - 1), T - 1 + shift]]
+        assert scale_of_difference(attn(x, late)[:, -1], here[:, -1]) > 1e-6
+        assert torch.equal(attn(x, late)[:, :-1], here[:, :-1])
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64, torch.float16])
+def test_rope_tables_stay_float32_and_exact_whatever_the_model_is_cast_to(cast, tmp_path):
+    model = Transformer(tiny_config("rmsnorm", block_size=2048, n_embd=64))
+    before = model.rope.clone()
+    model.to(cast)
+    torch.save(model.to_file({}), tmp_path / "model.pt")
+    for m in (model, fold(model), copy.deepcopy(model).bfloat16(), Transformer.load(tmp_path / "model.pt")):
+        assert m.rope.dtype is torch.float32 and torch.equal(m.rope, before)
+    angle = torch.arange(2048, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    cos, sin = before[0, :, 0].double(), before[1, :, 0].double()
+    # an angle of 2048 in float32 is off by half a unit in the last place (6e-5), times the rounded frequency (1.2e-4)
+    assert (cos - torch.cat((angle.cos(), angle.cos()), -1)).abs().max() < 3e-4
+    assert (sin - torch.cat((-angle.sin(), angle.sin()), -1)).abs().max() < 3e-4
+
+
+def greedy_by_recomputation(model, idx, n: int, size: int):
+    """The whole context again for each token; a context that outgrows `size` keeps its newer half."""
+    context = idx[:, -size:]
+    for _ in range(n):
+        if context.shape[1] > size:
+            context = context[:, -(size // 2) :]
+        new = model(context)[:, -1].argmax(-1, keepdim=True)
+        idx, context = torch.cat((idx, new), 1), torch.cat((context, new), 1)
+    return idx
+
+
+@every_variant
+@pytest.mark.parametrize("form", ["trained", "folded"])
+def test_cached_generation_is_full_recomputation_token_for_token(variant, form):
+    model = FORMS[form](tiny(variant, n_kv_head=2, tie_embeddings=False, std=0.5)).eval()
+    for prompt in (tokens(2, 5), tokens(2, 16, seed=1), tokens(2, 21, seed=2)):  # below, at and above block_size
+        with torch.no_grad():
+            wanted = greedy_by_recomputation(model, prompt, 30, 16)
+        assert len(wanted[:, prompt.shape[1] :].unique()) > 3  # not one token for ever
+        assert torch.equal(model.generate(prompt, 30, temperature=0), wanted)
+        assert torch.equal(model.generate(prompt, 30, temperature=0, use_cache=False), wanted)
+
+
+@given(cuts=st.sets(st.integers(1, 15)), variant=st.sampled_from(list(VARIANTS)), folded=st.booleans())
+def test_logits_through_the_cache_are_those_of_one_pass_however_the_text_is_cut(cuts, variant, folded):
+    model, idx = tiny(variant, n_kv_head=2).eval(), tokens(2, 16)
+    model = fold(model) if folded else model
+    with torch.no_grad():
+        cache = KVCache(model, 2, 16)
+        ends = [0, *sorted(cuts), 16]
+        pieces = [model(idx[:, a:b], cache=cache) for a, b in itertools.pairwise(ends)]
+        assert scale_of_difference(torch.cat(pieces, 1), model(idx)) <= EXACT
+        assert cache.pos.item() == 16
+
+
+def test_generate_is_reproducible_by_seed_and_leaves_the_global_stream_and_the_mode_alone():
+    model, prompt = tiny("rmsnorm", std=0.1), tokens(2, 4)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = model.generate(prompt, 20, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(model.generate(prompt, 20, seed=5), first)
+    assert not torch.equal(model.generate(prompt, 20, seed=6), first)
+    assert torch.equal(first[:, :4], prompt) and first.shape == (2, 24)
+    assert model.training
+    assert not torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))  # unseeded: the global stream
+
+
+def test_greedy_in_every_spelling():
+    model, prompt = tiny("rmsnorm", std=0.1), tokens(2, 4)
+    greedy = model.generate(prompt, 20, temperature=0)
+    for other in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}):
+        assert torch.equal(model.generate(prompt, 20, seed=3, **other), greedy), other
+    assert not torch.equal(model.generate(prompt, 20, seed=3), greedy)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    V=st.integers(2, 40),
+    temperature=st.floats(0.1, 4.0),
+    top_k=st.none() | st.integers(1, 50),
+    top_p=st.floats(0.01, 1.0),
+)
+def test_sampling_keeps_to_the_support_that_top_k_and_top_p_leave(seed, V, temperature, top_k, top_p):
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(V, generator=rng, dtype=torch.float64)
+    p = (logits / temperature).softmax(-1)
+    keep = p.argsort(descending=True)[: V if top_k is None else top_k].tolist()
+    support, mass, total = set(), 0.0, p[keep].sum().item()
+    for i in keep:  # most likely first, until their share of what top_k left reaches top_p
+        if mass >= top_p * total * (1 + 1e-9):
+            break
+        support.add(i)
+        mass += p[i].item()
+    drawn = sample_token(logits.expand(400, V), temperature, top_k, top_p, rng)
+    assert drawn.shape == (400, 1)
+    assert set(drawn.flatten().tolist()) <= support
+    # a token of share q is missed by 400 draws with probability (1-q)^400: 1e-9 from q = 0.05
+    assert {i for i in support if p[i] / mass > 0.05} <= set(drawn.flatten().tolist())
+
+
+def test_sampling_frequencies_are_the_softmax_at_that_temperature():
+    rng, n = torch.Generator().manual_seed(0), 40_000
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0])
+    for temperature in (0.5, 1.0, 3.0):
+        counts = sample_token(logits.expand(n, 4), temperature, None, 1.0, rng).flatten().bincount(minlength=4) / n
+        assert (counts - (logits / temperature).softmax(-1)).abs().max() < 0.01  # four standard errors of 40000 draws
+
+
+def test_generation_stops_at_stop_id_row_by_row():
+    model, prompt = tiny("rmsnorm", std=0.5, tie_embeddings=False), tokens(2, 4, seed=1)
+    free = model.generate(prompt, 24, temperature=0)
+    new = free[:, 4:].tolist()
+    # a token that both rows say, and the faster one goes on to say something else before the slower one has said it
+    both = [(t, [row.index(t) for row in new]) for t in new[0] if t in new[1]]
+    stop, firsts = next((t, at) for t, at in both if any(set(row[min(at) : max(at)]) - {t} for row in new if row.index(t) == min(at)))
+    assert min(firsts) < max(firsts) < 23
+    stopped = model.generate(prompt, 24, temperature=0, stop_id=stop)
+    assert stopped.shape[1] == 4 + max(firsts) + 1  # ends when the slower row has said it
+    for row, (first, text) in enumerate(zip(firsts, new, strict=True)):
+        ours = stopped[row, 4:].tolist()
+        assert ours[: first + 1] == text[: first + 1]
+        assert set(ours[first:]) == {stop}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# each norm against its formula
+
+
+def forward_by_formula(model, idx, block, final):
+    """Logits of a model whose norms are written out in `block(i, b, x)` and `final(x)`."""
+    x = model.tok_emb(idx)
+    for i, b in enumerate(model.blocks):
+        x = block(i, b, x)
+    return F.linear(final(x), model.tok_emb.weight if model.lm_head is None else model.lm_head.weight)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def coupled_by_formula(model, idx, through: bool, from_layer: int):
+    """DESIGN's CoupledNorm: sigma = r(x); a = x/sigma g1; h = x + attn(a); m = h/sigma g2; out = h + mlp(m)."""
+    rope = model.rope[:, : idx.shape[1]]
+
+    def r(x):
+        return torch.sqrt(x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + model.config.norm_eps)
+
+    def block(i, b, x):
+        sigma = r(x)
+        h = x + b.attn.proj(b.attn(x / sigma * b.norm_attn.weight, rope))
+        if i < from_layer:
+            sigma = r(h)
+        elif not through:
+            sigma = sigma.detach()
+        return h + b.mlp.down(b.mlp(h / sigma * b.norm_mlp.weight))
+
+    return forward_by_formula(model, idx, block, lambda x: x / r(x) * model.norm_final.weight)
+
+
+@pytest.mark.parametrize("through", [False, True])
+@pytest.mark.parametrize("from_layer", [0, 1, 2])
+def test_coupled_norm_is_the_formula_with_a_constant_sigma_in_the_mlp_path(through, from_layer):
+    model = tiny("coupled", n_layer=3, coupled_grad=through, coupled_from_layer=from_layer)
+    idx, targets = batch()
+
+    def by_formula(through):
+        logits = coupled_by_formula(model, idx, through, from_layer)
+        return logits, gradients(model, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+    ours = gradients(model, model(idx, targets).total)
+    logits, theirs = by_formula(through)
+    assert scale_of_difference(model(idx), logits) <= EXACT
+    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
+    for name in ours:
+        assert scale_of_difference(ours[name], theirs[name]) <= EXACT, name
+    # and the other choice of gradient is another gradient, with the same logits
+    other_logits, other = by_formula(not through)
+    assert torch.equal(other_logits, logits)
+    assert max(scale_of_difference(ours[n], other[n]) for n in ours) > 1e-3
+
+
+def norm_by_hand(norm, h):
+    """DyT and Derf a number at a time."""
+    f = math.tanh if type(norm) is DyT else math.erf
+    s = norm.s.item() if type(norm) is Derf else 0.0
+    alpha = norm.alpha.item()
+    rows = [[f(alpha * x + s) * g + b for x, g, b in zip(row, norm.weight.tolist(), norm.bias.tolist(), strict=True)] for row in h.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("variant", ["dyt", "derf"])
+def test_dyt_and_derf_are_their_formulas_and_learn_every_parameter(variant):
+    model, (idx, targets) = tiny(variant), batch()
+    h = 3 * torch.randn(7, 24, dtype=torch.float64)
+    for norm in (model.blocks[0].norm_attn, model.blocks[1].norm_mlp, model.norm_final):
+        assert type(norm) is {"dyt": DyT, "derf": Derf}[variant]
+        assert scale_of_difference(norm(h), norm_by_hand(norm, h)) <= 1e-14
+    model(idx, targets).total.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm", "layernorm-nobias", "cbwc", "cbwc-nobias"])
+def test_rmsnorm_and_layernorm_are_their_formulas(variant):
+    model = tiny(variant, norm_eps=0.03)  # an epsilon that shows
+    h = torch.randn(5, 7, 24, dtype=torch.float64) * torch.logspace(-2, 2, 5, dtype=torch.float64).view(5, 1, 1) + 0.4
+    formula = plain_layernorm if variant.startswith("layernorm") else plain_rms
+    for norm in (model.blocks[0].norm_attn, model.norm_final):
+        assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
+        assert scale_of_difference(norm(h), formula(h, norm.weight, 0.03, norm.bias)) <= EXACT
+
+
+LARGE_OFFSET = {  # norm of width 1024 by name -> (module, formula)
+    "RMSNorm": (lambda: RMSNorm(1024, 1e-6), plain_rms),
+    "RMSNorm with shift": (lambda: RMSNorm(1024, 1e-6, shift=True), plain_rms),
+    "LayerNorm": (lambda: LayerNorm(1024, 1e-6, shift=True), plain_layernorm),
+    "TaperNorm norm": (lambda: TaperNorm(1024, 1e-6), plain_rms),
+    "TaperLN norm": (lambda: TaperNorm(1024, 1e-6, centre=True, shift=True), plain_layernorm),
+    "TaperNorm blend": (lambda: TaperNorm(1024, 1e-6), plain_rms),
+    "TaperLN blend": (lambda: TaperNorm(1024, 1e-6, centre=True, shift=True), plain_layernorm),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LARGE_OFFSET)
+def test_statistics_are_float32_under_bfloat16_autocast(name, stream):
+    """A mean of 100 beside a spread of 1: rounded to bfloat16, the mean is off by up to a quarter of the spread."""
+    make, formula = LARGE_OFFSET[name]
+    norm, rng = make().train(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.3 * torch.randn(1024, generator=rng))
+        if norm.bias is not None:
+            norm.bias.copy_(0.2 * torch.randn(1024, generator=rng))
+    if isinstance(norm, TaperNorm):
+        norm.phase = name.split()[1]
+    offset = 100 + 10 * torch.randn(64, 1, generator=rng)
+    h = (offset + torch.randn(64, 1024, generator=rng)).to(stream)[None]  # (1, 64, 1024)
+    weight = norm.weight.detach().double()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = norm(h, torch.tensor(1.0))[0].double()
+    wanted = formula(h[0].double(), weight, 1e-6, None if norm.bias is None else norm.bias.double())
+    error = y - wanted
+    if stream is torch.float32:
+        # float32 keeps 7 digits of 100 +- 1, so 1e-5 of the spread; bfloat16 statistics would be wrong by 1e-3 or more
+        assert error.abs().max() / wanted.abs().max() <= 1e-4
+    # A statistic in bfloat16 moves a whole row together: its size (RMS) by up to 2^-9, or its mean (LN) by far more.
+    # Rounding the output alone is independent per element and averages out: 2^-9/sqrt(3*1024) = 6e-5 of a row.
+    scale = (error * wanted).sum(-1) / wanted.square().sum(-1)
+    mean = (error * weight).sum(-1) / weight.square().sum()
+    size = wanted.square().mean(-1).sqrt()
+    assert scale.abs().max() <= 4e-4
+    assert (mean / size).abs().max() <= 4e-4
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_the_bare_statistics_are_float32_for_half_inputs_and_float64_stays(low):
+    h = 10 * torch.randn(2, 3, 24, dtype=torch.float64)
+    for f in (lambda h: inverse_rms(h, 1e-6), lambda h: stream_scale(h, 1e-6, True), lambda h: stream_scale(h, 1e-6, False)):
+        assert f(h).dtype is torch.float64 and f(h.float()).dtype is torch.float32
+        ours = f(h.to(low))
+        assert ours.dtype is torch.float32
+        assert torch.allclose(ours.double(), f(h.to(low).double()), rtol=1e-6)  # a few float32 roundings
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CBWC is LayerNorm
+
+
+def layernorm_and_cbwc(**more):
+    """The same parameters in both, the gains and shifts random, the weights with a mean to take off."""
+    pair = [Transformer(tiny_config(norm, **more)).double() for norm in ("layernorm", "cbwc")]
+    for model in pair:
+        randomize(model, seed=4, std=0.15)
+    assert same_state(*[dict(m.named_parameters()) for m in pair])
+    return pair
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_embeddings": False}, {"norm_bias": False}, {"n_kv_head": 2}], ids=str)
+def test_cbwc_training_is_layernorm_training(more):
+    losses = []
+    for model in layernorm_and_cbwc(**more):
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        run = []
+        for step in range(100):
+            loss = model(*batch(4, 16, seed=step % 5)).total
+            adamw.zero_grad()
+            loss.backward()
+            adamw.step()
+            run.append(loss.item())
+        losses.append(torch.tensor(run, dtype=torch.float64))
+    layernorm, cbwc = losses
+    assert (layernorm - cbwc).abs().max() <= 1e-9
+    assert layernorm[-1] < layernorm[0] - 1  # it did train
+
+
+def test_cbwc_logits_are_layernorms_and_its_stream_has_mean_zero():
+    layernorm, cbwc = layernorm_and_cbwc()
+    idx, targets = batch()
+    assert scale_of_difference(cbwc(idx), layernorm(idx)) <= EXACT
+    streams = [m(idx, targets).stream.mean(-1).abs().max().item() for m in (layernorm, cbwc)]
+    assert streams[0] > 0.1 and streams[1] < 1e-13
+    # without the centring RMSNorm is not LayerNorm
+    plain = Transformer(replace(cbwc.config, norm="rmsnorm")).double()
+    plain.load_state_dict({k: v for k, v in cbwc.state_dict().items() if not k.endswith("bias")})
+    assert scale_of_difference(plain(idx), layernorm(idx)) > 1e-2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# files
+
+
+def save(model, path, meta=None, **more):
+    torch.save({**model.to_file(meta or {}), **more}, path)
+    return path
+
+
+@every_variant
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_form_survives_a_file(variant, form, dtype, tmp_path):
+    for tied in (True, False):
+        model = FORMS[form](tiny(variant, dtype=dtype, tie_embeddings=tied, n_kv_head=2)).eval()
+        meta = {"phase": "scale", "gate": 0.0, "note": "x"}
+        again = Transformer.load(save(model, tmp_path / "m.pt", meta))
+        assert again.config == model.config and again.config.form == form
+        assert again.meta == meta and not again.training
+        assert same_state(again.state_dict(), model.state_dict())
+        assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
+
+
+@every_variant
+@pytest.mark.parametrize("phase", ["norm", "blend", "scale"])
+def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
+    model, (idx, targets) = tiny(variant, dtype=torch.float32, phase="norm"), batch()
+    model(idx, targets)
+    model.update_statistics()
+    if phase != "norm":
+        model.calibrate()
+    model.set_phase(phase)
+    model.gate.fill_({"norm": 1.0, "blend": 0.61, "scale": 0.0}[phase])
+    meta = {"phase": phase, "gate": model.gate.item(), "step": 12}
+    path = save(model, tmp_path / "ckpt.pt", meta, optimizer=torch.optim.AdamW(model.parameters()).state_dict(), extra=[1, "two"])
+    again = Transformer.load(path)
+    assert again.phase == phase and torch.equal(again.gate, model.gate)
+    assert same_state(again.state_dict(), model.state_dict())
+    assert torch.equal(again(idx), model.eval()(idx))
+    for m in (model, again):
+        m.train()
+    ours, theirs = model(idx, targets), again(idx, targets)
+    assert torch.equal(ours.total, theirs.total) and torch.equal(ours.aux, theirs.aux)
+    assert {n for n, p in again.named_parameters() if p.requires_grad} == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert read_file(path)["extra"] == [1, "two"]
+
+
+class Bomb:
+    """A pickle that creates a file when it is loaded by a loader that runs code."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def edited(model, **changes):
+    """The model's file with `config`, `state` or `meta` updated; None removes an entry."""
+    file = model.to_file({"phase": "scale"})
+    for part, update in changes.items():
+        file[part] = {k: v for k, v in {**file[part], **update}.items() if v is not None}
+    return file
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_that_would_run_code_does_not_run(tmp_path):
+    marker = tmp_path / "ran"
+    plain, zipped = tmp_path / "plain.pt", tmp_path / "zipped.pt"
+    plain.write_bytes(pickle.dumps(Bomb(marker)))
+    torch.save({**tiny().to_file({}), "meta": {"x": Bomb(marker)}}, zipped)
+    for path in (plain, zipped):
+        with pytest.raises(ModelError) as e:
+            Transformer.load(path)
+        assert path.name in one_line(e)
+        assert not marker.exists()
+    torch.load(zipped, weights_only=False)  # the bomb is live: a loader that trusts the file sets it off
+    assert marker.is_dir()
+
+
+BAD_FILES = {  # what is wrong -> (writes it, what the message must hold)
+    "missing tensor": (
+        lambda m, p: torch.save(edited(m, state={"blocks.1.mlp.down.weight": None}), p),
+        "blocks.1.mlp.down.weight is missing",
+    ),
+    "missing table": (lambda m, p: torch.save(edited(m, state={"tok_emb.weight": None}), p), "state"),
+    "extra tensor": (lambda m, p: torch.save(edited(m, state={"blocks.9.x": torch.ones(2)}), p), "blocks.9.x is too many"),
+    "wrong shape": (
+        lambda m, p: torch.save(edited(m, state={"norm_final.weight": torch.ones(23)}), p),
+        "norm_final.weight is (23,), not (24,)",
+    ),
+    "not a tensor": (lambda m, p: torch.save(edited(m, state={"norm_final.weight": 3.0}), p), "state"),
+    "integer table": (lambda m, p: torch.save(edited(m, state={"tok_emb.weight": torch.ones(61, 24, dtype=torch.long)}), p), "tok_emb"),
+    "unknown config key": (lambda m, p: torch.save(edited(m, config={"n_heads": 4}), p), "n_heads"),
+    "config of another model": (lambda m, p: torch.save(edited(m, config={"n_layer": 3}), p), "blocks.2"),
+    "config that means nothing": (lambda m, p: torch.save(edited(m, config={"n_head": 5}), p), "n_head=5"),
+    "no heads": (lambda m, p: torch.save(edited(m, config={"n_head": 0}), p), ""),
+    "no layers": (lambda m, p: torch.save(edited(m, config={"n_layer": 0}), p), ""),
+    "negative layers": (lambda m, p: torch.save(edited(m, config={"n_layer": -1}), p), ""),
+    "negative vocabulary": (lambda m, p: torch.save(edited(m, config={"vocab_size": -1}), p), ""),
+    "text for a number": (lambda m, p: torch.save(edited(m, config={"n_embd": "24"}), p), ""),
+    "unknown form": (lambda m, p: torch.save(edited(m, config={"form": "melted"}), p), "melted"),
+    "unknown phase": (lambda m, p: torch.save(edited(m, meta={"phase": "melted"}), p), "melted"),
+    "gate of text": (lambda m, p: torch.save(edited(m, meta={"gate": "open"}), p), "gate"),
+    "bare state dict": (lambda m, p: torch.save(m.state_dict(), p), "config"),
+    "a list": (lambda m, p: torch.save([1, 2], p), "config"),
+    "no meta": (lambda m, p: torch.save({k: v for k, v in m.to_file({}).items() if k != "meta"}, p), "meta"),
+    "a whole module": (lambda m, p: torch.save(m, p), "cannot be read"),
+    "text": (lambda m, p: p.write_text("hello\nworld"), "cannot be read"),
+    "empty": (lambda m, p: p.write_bytes(b""), "cannot be read"),
+    "folder": (lambda m, p: p.mkdir(), "folder"),
+    "missing": (lambda m, p: None, "no model file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_one_line(case, tmp_path):
+    write, wanted = BAD_FILES[case]
+    path = tmp_path / "bad.pt"
+    write(tiny("rmsnorm-all-aux"), path)
+    with pytest.raises(ModelError) as e:
+        Transformer.load(path)
+    message = one_line(e)
+    assert wanted in message
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.99])
+def test_a_file_cut_short_is_one_line(share, tmp_path):
+    path = save(tiny(), tmp_path / "cut.pt")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ModelError) as e:
+        Transformer.load(path)
+    assert "cut.pt" in one_line(e)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# configurations that mean nothing
+
+
+@pytest.mark.parametrize(
+    "bad, names",
+    [
+        ({"n_embd": 100, "n_head": 16}, "n_head=16"),
+        ({"n_embd": 48, "n_head": 16}, "even"),
+        ({"n_kv_head": 3}, "n_kv_head=3"),
+        ({"norm": "batchnorm"}, "batchnorm"),
+        ({"taper": "some"}, "some"),
+        ({"form": "melted"}, "melted"),
+        *[({"norm": norm, "taper": "all"}, f"with {norm} use taper=none") for norm in ("coupled", "cbwc", "dyt", "derf")],
+        ({"norm": "dyt", "taper": "internal"}, "with dyt use taper=none"),
+        *[({"norm": norm, "norm_bias": False}, "needs norm=layernorm or cbwc") for norm in ("rmsnorm", "coupled", "dyt", "derf")],
+        ({"coupled_grad": True}, "coupled_grad=True needs norm=coupled"),
+        ({"norm": "cbwc", "coupled_from_layer": 1}, "coupled_from_layer needs norm=coupled"),
+        ({"norm": "coupled", "coupled_from_layer": 8}, "below n_layer"),
+        ({"calib_skip_first": True}, "needs a taper"),
+        ({"calib_skip_first": True, "taper": "all", "block_size": 1}, "block_size above 1"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_means_nothing_is_refused_with_what_would(bad, names):
+    with pytest.raises(ModelError) as e:
+        ModelConfig(**bad)
+    assert names in one_line(e)
+
+
+@every_variant
+def test_a_configuration_that_means_something_is_accepted_and_round_trips(variant):
+    config = tiny_config(variant)
+    assert ModelConfig(**asdict(config)) == config
+    assert config.n_kv_head == config.n_head == 4
+    assert set(NORMS) == {"rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"}
+
+
+def test_a_form_is_made_by_folding_not_by_construction():
+    with pytest.raises(ModelError) as e:
+        Transformer(tiny_config(form="folded"))
+    assert "form=folded" in one_line(e)
+
+
+def test_only_a_weight_on_the_anchor_makes_one():
+    assert Transformer(tiny_config()).anchor is None
+    assert isinstance(Transformer(tiny_config(aux_weight=0.1)).anchor, ScaleAnchor)
+    assert state_of(Transformer(tiny_config(aux_weight=0.1))).keys() >= {"anchor.target"}
