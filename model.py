@@ -701,11 +701,9 @@ def read_file(path) -> dict:
         raise ModelError(f"{path} cannot be read as a model file: it is cut short or was not written by this project ({reason})") from None
     if not (isinstance(file, dict) and all(isinstance(file.get(k), dict) for k in ("config", "state", "meta"))):
         raise ModelError(f"{path} is not a model file of this project: it lacks config, state or meta")
-    if (
-        not all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in file["state"].values())
-        or "tok_emb.weight" not in file["state"]
-    ):
-        raise ModelError(f"{path} is not a model file of this project: its state does not hold this model's tensors")
+    wrong = [name for name, t in file["state"].items() if not (isinstance(t, torch.Tensor) and t.is_floating_point())]
+    if wrong or "tok_emb.weight" not in file["state"]:
+        raise ModelError(f"{path} is not a model file of this project: in its state {(wrong or ['tok_emb.weight'])[0]} is no float tensor")
     return file
 
 
