@@ -4,7 +4,7 @@ Pre-norm, causal, SwiGLU, RoPE, no bias, no dropout. Three knobs choose the norm
 normalizer), `taper` (which of them are gated into a fixed scaling) and `aux_weight` (the loss that holds the
 residual stream's scale). Papers, cited below by these names:
 
-    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408
+    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408 (its symbols are used: g, c, gamma, gamma_tilde, s, mu)
     CoupledNorm    Loretz, Hochreiter, ICML 2026
     CBWC+RMSNorm   "Enjoy your Layer Normalization with the computational efficiency of RMSNorm"
     DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
@@ -228,7 +228,7 @@ class Tracker(nn.Module):
 
 
 class TaperNorm(Tracker):
-    """RMSNorm (or LayerNorm, `centre`) that the gate g turns into a fixed scaling (TaperNorm, eq. 4).
+    """RMSNorm (or LayerNorm, `centre`) that the gate g turns into a fixed scaling.
 
         g * h/r(h) * weight + (1-g) * c * h * weight_tilde
 
@@ -272,7 +272,7 @@ class TaperNorm(Tracker):
         self.add(power / r, power)
 
     def c_now(self):
-        """c* = E[|h w|^2/r] / E[|h w|^2], the least-squares fit of c h w to h/r w (TaperNorm, eq. 6). 0-dim."""
+        """c* = E[|h w|^2/r] / E[|h w|^2], the least-squares fit of c h w to h/r w. 0-dim."""
         num, den = self.corrected()
         return num / (den + 1e-12)
 
@@ -301,7 +301,7 @@ def stream_scale(h, eps: float, centre: bool):
 
 
 class ScaleAnchor(Tracker):
-    """Fixed-target scale loss on the input of the final norm (TaperNorm, eq. 9): mean((s(h) - s_tgt)^2).
+    """Fixed-target scale loss on the input of the final norm: mean((s(h) - s_tgt)^2).
 
     s is r(h), or sigma for LayerNorm. In the "norm" phase there is no loss and the mean of s is tracked; the
     target is its bias-corrected EMA, frozen when that phase ends.

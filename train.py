@@ -91,7 +91,7 @@ def lr_at(step: int, cfg) -> float:
 
 
 def gate_at(step: int, cfg) -> tuple[str, float]:
-    """(phase, gate) (TaperNorm, eq. 8)."""
+    """(phase, gate)."""
     if step < cfg.gate_start:
         return "norm", 1.0
     if step >= cfg.gate_end:
@@ -104,13 +104,12 @@ def gate_at(step: int, cfg) -> tuple[str, float]:
 
 
 def grad_norms(model) -> dict[str, float]:
-    """Gradient norm by kind of weight, the mean over the weights of that kind, before clipping."""
+    """Gradient norm by kind of weight, the mean over the weights of that kind (blocks, mostly), before clipping."""
     kinds = {"qkv": "attn.qkv.", "proj": "attn.proj.", "gate_up": "mlp.gate_up.", "down": "mlp.down.", "emb": "tok_emb.", "norm": "norm_"}
     out = {}
     for kind, mark in kinds.items():
         norms = [p.grad.norm() for name, p in model.named_parameters() if mark in name and p.grad is not None]
-        if norms:  # all-taper at gate 0 without a shift has a norm gain left; a plain model always has
-            out[f"grad/{kind}"] = torch.stack(norms).mean().item()
+        out[f"grad/{kind}"] = torch.stack(norms).mean().item() if norms else 0.0
     return out
 
 
@@ -129,15 +128,12 @@ def first_nonfinite(model, batches, autocast) -> str:
     """Name the tensor in which a non-finite value first shows when `batches` run through the model again."""
     found = []
 
-    def look(name):
-        def hook(module, args, out):
-            out = out if isinstance(out, torch.Tensor) else out.total
-            if not found and not torch.isfinite(out).all():
-                found.append(f"output of {name or 'the loss'}")
+    def look(module, args, out):
+        if not found and not torch.isfinite(out if isinstance(out, torch.Tensor) else out.total).all():
+            found.append(f"output of {names[module] or 'the loss'}")
 
-        return hook
-
-    hooks = [m.register_forward_hook(look(name)) for name, m in model.named_modules()]
+    names = {m: name for name, m in model.named_modules()}
+    hooks = [m.register_forward_hook(look) for m in names]
     model.zero_grad(set_to_none=True)
     for x, y in batches:
         with autocast:
@@ -145,7 +141,7 @@ def first_nonfinite(model, batches, autocast) -> str:
     for h in hooks:
         h.remove()
     grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    return found[0] if found else f"gradient of {grads[-1]}" if grads else "the sum over ranks; this rank's part is finite"
+    return found[0] if found else f"gradient of {grads[-1]}" if grads else "gradient on another rank"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -200,30 +196,25 @@ def resumed(cfg: Config, explicit: set) -> tuple[Config, dict]:
     for name in sorted(explicit - FREE_ON_RESUME):
         ours, theirs = getattr(cfg, name), getattr(run, name)
         if ours is not None and ours != theirs:
-            raise BadInput(
-                f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or start anew in another out_dir"
-            )
+            raise BadInput(f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or name another out_dir")
     return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME}), ckpt
 
 
 def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
     """The device and compute type asked for; BadInput, with one that works, if there is none such."""
-    name = cfg.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.is_available()
+    name = cfg.device if cfg.device != "auto" else "cuda" if gpu else "cpu"
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
-        raise BadInput(
-            f"device={cfg.device} is not to be had here; use --device={'cuda' if torch.cuda.is_available() else 'cpu'}"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"device={cfg.device} is not supported; use --device=cpu or --device=cuda")
+        raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
     bf16 = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if cfg.dtype == "bfloat16" and not bf16:
         raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
-    helps = device.type == "cuda" or cfg.n_embd >= 256  # on a CPU the casts cost more than they save below that
+    helps = device.type == "cuda" or cfg.n_embd >= 256  # on a CPU narrow products do not always pay for the casts
     dtype = ("bfloat16" if bf16 and helps else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, getattr(torch, dtype)
 
@@ -239,7 +230,7 @@ def main():
     main_rank = rank == 0
     if ckpt is None and (held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "config.json", "metrics.jsonl")) if p.exists()]):
         raise BadInput(
-            f"{out_dir} holds another run ({held[0]}); go on with it: --init_from=resume, or choose another --out_dir, or delete it"
+            f"{out_dir} holds another run ({held[0]}): add --init_from=resume to go on with it, or another --out_dir=, or delete it"
         )
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
@@ -282,10 +273,10 @@ def main():
         totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]  # gains, shifts and scalars do not decay
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]  # gains, shifts and scalars do not decay
+    groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
     if ckpt is not None:
         optimizer.load_state_dict(ckpt["optimizer"])
     ckpt = None  # frees the copy
@@ -299,11 +290,7 @@ def main():
 
     # --- run folder
     code = versions(device)
-    origin = {
-        "dataset": cfg.dataset,
-        "tokenizer": "tokenizer.model",
-        **{k: corpus[k] for k in ("tokenizer_sha256", "vocab_size", "source")},
-    }
+    origin = {k: corpus[k] for k in ("tokenizer_sha256", "vocab_size", "source")} | {"tokenizer": "tokenizer.model"}
 
     def checkpoint():
         """Everything that the next step depends on. The metrics reach the disk first, so none is missing behind it."""
@@ -450,15 +437,14 @@ def main():
     bar.close()
     if stop and iter_num < cfg.max_iters:
         if main_rank:
-            print(
-                f"stopped by {signal.Signals(stop).name} at step {iter_num}; go on: python train.py --init_from=resume --out_dir={out_dir}"
-            )
+            name = signal.Signals(stop).name
+            print(f"stopped by {name} at step {iter_num}; go on with: python train.py --init_from=resume --out_dir={out_dir}")
         sys.exit(128 + stop)
 
     # --- the exports, each proved against the trained model on real text
     if main_rank:
-        starts = np.arange(min(4, (len(val_tokens) - 1) // cfg.block_size)) * cfg.block_size
-        sample, _ = windows(val_tokens, starts, cfg.block_size, device)
+        count = min(4, (len(val_tokens) - 1) // cfg.block_size)
+        sample, _ = windows(val_tokens, np.arange(count) * cfg.block_size, cfg.block_size, device)
         files, proofs = exports(model_config), []
         for name, form in files.items():
             exported, errors = export(model, form, sample)

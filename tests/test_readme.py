@@ -1,0 +1,88 @@
+"""What README.md tells a reader to type."""
+
+import contextlib
+import io
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import Bench
+from config import Config, parse
+from sample import Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S) for kind in ("sh", "python")}
+COMMANDS = [part.split("#")[0].strip() for block in BLOCKS["sh"] for line in block.splitlines() for part in line.split("&&")]
+
+
+def test_the_folding_example_prints_what_it_should():
+    (code,) = [block for block in BLOCKS["python"] if "fold(model)" in block]
+    assert len(code.splitlines()) <= 30
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), {})
+    assert printed.getvalue().split("\n") == ["True", "True", "0 norm tensors left", ""]
+
+
+def test_the_ablation_example_is_a_config_file(tmp_path):
+    (code,) = [block for block in BLOCKS["python"] if "out_dir" in block]
+    (tmp_path / "ablation.py").write_text(code)
+    config, _, _ = parse(Config, [str(tmp_path / "ablation.py")], files=True)
+    config.resolve()
+    assert config.gate_start == config.max_iters // 2 and config.taper == "internal"
+
+
+def test_every_command_is_one_that_works():
+    seen = set()
+    for command in filter(None, COMMANDS):
+        words = shlex.split(command)
+        if words[0] == "torchrun":
+            words = ["python", *words[2:]]
+        if words[0] != "python" or words[1] == "-m":
+            assert words[0] in ("python", "pip", "pytest", "."), command
+            continue
+        assert (ROOT / words[1]).is_file(), command
+        if words[1] == "train.py":
+            parse(Config, words[2:], files=True)[0].resolve()
+        elif words[1] in ("bench.py", "sample.py"):
+            parse({"bench.py": Bench, "sample.py": Sample}[words[1]], words[2:])
+        seen.add(words[1])
+    assert {"train.py", "bench.py", "sample.py"} <= seen
+
+
+def test_config_files_are_the_papers_setting():
+    """Steps 500k, 500k, 750k, 1M; 16 x 512 tokens; AdamW; lambda and mu."""
+    for size, width, steps in (("1m", 64, 500_000), ("3m", 128, 500_000), ("9m", 256, 750_000), ("30m", 512, 1_000_000)):
+        for kind in ("taper", "baseline"):
+            c = parse(Config, [str(ROOT / f"config/{kind}_{size}.py")], files=True)[0].resolve()
+            assert (c.n_embd, c.max_iters, c.batch_size, c.block_size, c.n_layer, c.n_head) == (width, steps, 16, 512, 8, 16)
+            assert (c.beta1, c.beta2, c.learning_rate, c.weight_decay, c.grad_clip, c.ema_rate) == (0.9, 0.95, 3e-4, 0.0, 1.0, 0.01)
+            assert c.warmup_iters == c.gate_start == steps // 20 and c.gate_end == c.lr_decay_iters == steps and c.min_lr == 0
+            assert (c.taper, c.aux_weight) == (("internal", 0.1) if kind == "taper" else ("none", 0.0))
+            assert c.out_dir == f"out/{kind}_{size}"
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path):
+    """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three phases, a table."""
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    (command,) = [line for block in BLOCKS["sh"] for line in block.splitlines() if "config/demo.py" in line and "&&" in line]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    began = time.perf_counter()
+    done = subprocess.run(command.split("&&", 1)[1], shell=True, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - began < 240  # twice what it takes on two idle cores
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
+    out = tmp_path / "clone/out/demo"
+    assert {"unfused.pt", "folded.pt", "ckpt.pt"} <= {p.name for p in out.iterdir()}
+    gates = [float(g) for g in re.findall(r'"gate": ([\d.e-]+)', (out / "metrics.jsonl").read_text())]
+    assert gates[0] == 1.0 and gates[-1] == 0.0 and any(0 < g < 1 for g in gates)
+    assert "| batch x seq |" in done.stdout and done.stdout.rstrip().endswith("}")
