@@ -423,7 +423,8 @@ def main():
                 val["val/loss_gated"] = validate(model, *shard)
             line |= val
         if main_rank and (logs or evals):
-            metrics.write(json.dumps({"iter": iter_num, **line}) + "\n")
+            finite = {k: v if math.isfinite(v) else None for k, v in line.items()}  # JSON has no nan
+            metrics.write(json.dumps({"iter": iter_num, **finite}) + "\n")
             metrics.flush()
             if wandb_run is not None:
                 wandb_run.log(line, step=iter_num)
