@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import BadInput, Count, ModelKnobs, Whole, atomic_write, one_line_errors, parse
-from model import FORMS, NORMS, TOLERANCE, KVCache, ModelConfig, ModelError, Transformer
+from model import FORMS, NORMS, TOLERANCE, KVCache, ModelConfig, ModelError, Transformer, attend
 
 # name -> (norm, taper, form). norm "plain": the one with a statistic that the run's own competes with; taper "own": the run's.
 VARIANTS = {
@@ -93,6 +93,8 @@ def random_model(config: ModelConfig, device) -> Transformer:
         model(torch.randint(config.vocab_size, (4, min(64, config.block_size)), device=device), last_only=True)
         model.update_statistics()
         model.calibrate()
+        for norm in model.taper_norms().values():
+            norm.c *= 0.1  # nothing has trained this network to hold its scale: at gate 0 it would overflow, block by block
         model.set_phase("scale")
     return model.eval()
 
@@ -149,7 +151,7 @@ class Floor(nn.Module):
             q, k, v = (t.transpose(1, 2) for t in F.linear(x, qkv).view(B, T, H + 2 * K, C).split((H, K, K), 2))
             if self.decode:
                 k, v = self.cache
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=not self.decode, enable_gqa=H != K)
+            y = attend(q, k, v, self.mask)
             x = F.linear(y.transpose(1, 2).reshape(B, T, D), proj)
             x = F.linear(F.linear(x, gate_up)[..., : down.shape[1]], down)
         return F.linear(x[:, -1:], self.head)

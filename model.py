@@ -201,7 +201,8 @@ class Tracker(nn.Module):
 
     def __init__(self, rate: float, *quantities: str):
         super().__init__()
-        self.phase, self.rate, self.quantities = "norm", rate, quantities
+        self.phase, self.quantities = "norm", quantities
+        self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*quantities, "ema_count"):
             self.register_buffer(name, torch.tensor(0.0))
         self.register_buffer("sums", torch.zeros(len(quantities) + 1), persistent=False)
@@ -217,7 +218,8 @@ class Tracker(nn.Module):
         return [getattr(self, name) for name in self.quantities]
 
     def corrected(self) -> list:
-        return [ema / (1 - (1 - self.rate) ** self.ema_count) for ema in self.averages()]
+        seen = -torch.expm1(self.ema_count * self.log_keep)  # 1 - (1 - mu)^n, which would cancel in float32
+        return [ema / seen for ema in self.averages()]
 
     def freeze(self, buffer, value):
         if not (torch.isfinite(value) and value > 0):
@@ -394,6 +396,15 @@ class KVCache:
         self.columns = torch.arange(length, device=w.device)
 
 
+def attend(q, k, v, mask=None):
+    """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C)."""
+    C = q.shape[-1]
+    if q.is_cpu and C < 16 and mask is None:  # the CPU kernel works on 16 floats at once; padded it is faster than narrow
+        q, k, v = (F.pad(t, (0, 16 - C)) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
+    return y[..., :C]
+
+
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
@@ -413,7 +424,7 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (*qk.split((H, K), 2), v))  # (B, heads, T, C)
         if kv is not None:
             k, v = kv[0].index_copy_(2, rows, k), kv[1].index_copy_(2, rows, v)  # (B, K, length, C)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kv is None, enable_gqa=H != K)
+        y = attend(q, k, v, mask)
         return y.transpose(1, 2).reshape(B, T, D)
 
 
@@ -665,6 +676,8 @@ class Transformer(nn.Module):
                 raise ModelError(f"{path} does not fit its config: tensor {name} is {'missing' if name in wanted else 'too many'}")
             if state[name].shape != wanted[name].shape:
                 raise ModelError(f"{path} does not fit its config: {name} is {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}")
+            if not torch.isfinite(state[name]).all():
+                raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
         model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
         model.meta, gate, phase = file["meta"], file["meta"].get("gate", 0.0), file["meta"].get("phase", "norm")
         if phase not in ("norm", "blend", "scale") or not isinstance(gate, float):
@@ -778,7 +791,7 @@ def unfuse(model: Transformer) -> Transformer:
 def exports(config: ModelConfig) -> dict[str, str]:
     """{file name: form} that a finished run writes: two where folding changes the network, else one."""
     changes = config.taper != "none" or config.norm in ("coupled", "cbwc")
-    return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "folded"}
+    return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "unfused"}
 
 
 FORMS = {"trained": lambda m: m, "unfused": unfuse, "folded": fold, "weightless": partial(fold, gains=True)}

@@ -2,11 +2,12 @@
 
     python sample.py out/demo --prompt="def main("          # a run folder: folded.pt, model.pt or ckpt.pt, the first there is
     python sample.py out/demo/unfused.pt --temperature=0    # a model file
-    echo "Once upon a time" | python sample.py out/tiny     # the prompt from stdin
+    printf "Once upon a time" | python sample.py out/tiny     # the prompt from stdin
 
 Anything tapered runs at gate 0. The tokenizer is the one the file names: tokenizer.model in its folder.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokeni
 
 
 def main():
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     cfg, _, words = parse(Sample, sys.argv[1:], usage=__doc__)
     if len(words) != 1:
         raise BadInput("name one run folder or model file: python sample.py out/demo (--help lists the options)")
@@ -59,12 +61,11 @@ def main():
     except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
         raise BadInput(f"device={cfg.device} is not to be had here; use --device=cpu") from None
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
-    prompt = cfg.prompt
-    if prompt is None:
-        try:
-            prompt = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-        except UnicodeDecodeError as e:
-            raise BadInput(f"the prompt on stdin is not UTF-8 at byte {e.start}") from None
+    try:  # bytes first: what the locale makes of them does not matter
+        piped = cfg.prompt is None and sys.stdin is not None and not sys.stdin.isatty()
+        prompt = (sys.stdin.buffer.read() if piped else os.fsencode(cfg.prompt or "")).decode()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"the prompt is not UTF-8 at byte {e.start}") from None
     ids = tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
     idx = torch.tensor([ids], device=cfg.device)
     for i in range(cfg.num_samples):

@@ -13,12 +13,13 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, one_line_errors, parse
+from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, one_line_errors, parse
 from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, export, exports, read_file
 
@@ -200,6 +201,11 @@ def resumed(cfg: Config, explicit: set) -> tuple[Config, dict]:
     return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME}), ckpt
 
 
+def refuse_another_run(out_dir: Path, ckpt: dict | None):
+    if ckpt is None and (held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "config.json", "metrics.jsonl")) if p.exists()]):
+        raise BadInput(f"{out_dir} holds another run ({held[0]}); add --init_from=resume to go on with it, or name another --out_dir")
+
+
 def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
     """The device and compute type asked for; BadInput, with one that works, if there is none such."""
     gpu = torch.cuda.is_available()
@@ -211,7 +217,11 @@ def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
-    bf16 = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        bf16 = torch.cuda.is_bf16_supported()
+    else:
+        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if cfg.dtype == "bfloat16" and not bf16:
         raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
     helps = device.type == "cuda" or cfg.n_embd >= 256  # on a CPU narrow products do not always pay for the casts
@@ -219,22 +229,27 @@ def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype
     return device, getattr(torch, dtype)
 
 
-def main():
+def main(held: ExitStack):
     # --- what to run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop; takes a prepare.py down with it
     cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
     cfg, ckpt = resumed(cfg, explicit) if cfg.init_from == "resume" else (cfg.resolve(), None)
     knobs = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig) if f.name != "form" and getattr(cfg, f.name, None) is not None}
     model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
-    out_dir = Path(cfg.out_dir)
+    out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
     rank, ranks, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     main_rank = rank == 0
-    if ckpt is None and (held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "config.json", "metrics.jsonl")) if p.exists()]):
-        raise BadInput(
-            f"{out_dir} holds another run ({held[0]}): add --init_from=resume to go on with it, or another --out_dir=, or delete it"
-        )
+    refuse_another_run(out_dir, ckpt)
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
     device, dtype = pick_device(cfg, local_rank)
+    compiles = cfg.compile if cfg.compile is not None else device.type == "cuda"
+    if compiles:
+        try:
+            torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+        except Exception as e:
+            reason = str(e).splitlines()[0]
+            raise BadInput(f"torch.compile does not work here ({reason}); install a C++ compiler, or use --compile=False") from None
     if ranks > 1:
         dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
         host_group = dist.new_group(backend="gloo")  # for agreeing on signals without touching the GPU
@@ -258,7 +273,7 @@ def main():
         train_tokens, val_tokens = train_tokens.to(device), val_tokens.to(device)  # else they stay memory-mapped
 
     # --- model, optimizer
-    if device.type == "cuda":
+    if dtype == torch.bfloat16:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     iter_num, run_id, val = 0, uuid.uuid4().hex[:8], {}
@@ -269,8 +284,6 @@ def main():
         model = Transformer.from_file(ckpt, out_dir / "ckpt.pt")
         if model.config != model_config or ckpt["meta"]["corpus"]["tokenizer_sha256"] != corpus["tokenizer_sha256"]:
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
-        iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
-        totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -278,9 +291,13 @@ def main():
     groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
     if ckpt is not None:
-        optimizer.load_state_dict(ckpt["optimizer"])
-    ckpt = None  # frees the copy
-    compiled = torch.compile(model) if (cfg.compile if cfg.compile is not None else device.type == "cuda") else model
+        try:
+            optimizer.load_state_dict(ckpt["optimizer"])
+            iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
+            totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
+            raise BadInput(f"{out_dir}/ckpt.pt is damaged ({e!r}); start anew in another out_dir") from None
+    compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
         return compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
@@ -307,13 +324,12 @@ def main():
 
     metrics, wandb_run = None, None
     if main_rank:
-        try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            for stale in out_dir.glob("*.tmp"):
-                stale.unlink()
-        except OSError as e:
-            raise BadInput(f"cannot write out_dir {out_dir}: {e.strerror}; name another --out_dir") from None
+        held.enter_context(hold_folder(out_dir))
+        refuse_another_run(out_dir, ckpt)
+        for stale in out_dir.glob("*.tmp"):
+            stale.unlink()
         wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
+    ckpt = None  # frees the copy
     if iter_num == 0:
         checkpoint()  # first of all files: from here on a killed run can be resumed
     if main_rank:
@@ -328,7 +344,9 @@ def main():
             f.write(json.dumps(asdict(cfg), indent=1) + "\n")
         metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
         kind = f"{str(dtype).removeprefix('torch.')} on {code['device']}"
-        print(f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens of {corpus['source']}; {kind}; writing {out_dir}")
+        print(
+            f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens from {corpus['source']}; {kind}; writing {out_dir}"
+        )
 
     # --- the loop
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
@@ -402,7 +420,7 @@ def main():
             totals.zero_()
             seconds = time.perf_counter() - clock
             speed = (iter_num - clock_iter) * tokens_per_iter / seconds
-            s, l2 = model.diagnostics(losses.stream)
+            s, l2 = model.diagnostics(losses.stream)  # of the first rank's last micro-batch, which the old weights saw
             line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n,
                      "lr": lr_at(iter_num, cfg), "s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": speed,
                      "perf/mfu": speed * model.flops_per_token() / peak if peak else 0.0}  # fmt: skip
@@ -439,22 +457,23 @@ def main():
     if stop and iter_num < cfg.max_iters:
         if main_rank:
             name = signal.Signals(stop).name
-            print(f"stopped by {name} at step {iter_num}; go on with: python train.py --init_from=resume --out_dir={out_dir}")
+            print(f"stopped by {name} at step {iter_num}; go on with: python train.py --init_from=resume --out_dir={quoted}")
         sys.exit(128 + stop)
 
     # --- the exports, each proved against the trained model on real text
     if main_rank:
+        model.cpu()  # where float32 is float32: a GPU's TF32 products would hide a fold's error, or show one of their own
         count = min(4, (len(val_tokens) - 1) // cfg.block_size)
-        sample, _ = windows(val_tokens, np.arange(count) * cfg.block_size, cfg.block_size, device)
+        sample, _ = windows(val_tokens, np.arange(count) * cfg.block_size, cfg.block_size, "cpu")
         files, proofs = exports(model_config), []
         for name, form in files.items():
             exported, errors = export(model, form, sample)
             meta = {"iter": iter_num, "corpus": origin, "versions": code, "fold_error": errors, "run": asdict(cfg), **val}
-            save(exported.cpu().to_file(meta), out_dir / name)
+            save(exported.to_file(meta), out_dir / name)
             proofs.append(f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items()))
         print(f"exported {' and '.join(str(out_dir / name) for name in files)}")
         print(f"largest logit difference from the trained model, relative to the largest logit: {'; '.join(proofs)}")
-        print(f"next: python bench.py {out_dir}    or    python sample.py {out_dir} --prompt=...")
+        print(f"next: python bench.py {quoted}    or    python sample.py {quoted} --prompt=...")
         if wandb_run is not None:
             wandb_run.finish()
     if ranks > 1:
@@ -462,5 +481,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_line_errors(ModelError):
-        main()
+    with one_line_errors(ModelError), ExitStack() as held:  # of the run folder
+        main(held)

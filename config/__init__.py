@@ -14,6 +14,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import inspect
 import math
 import os
@@ -46,6 +47,14 @@ def one_line_errors(*also: type[Exception]):
     except (BadInput, *also) as e:
         command = Path(sys.argv[0]).name
         print(f"{command}: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as e:
+        if not re.search("allocate|out of memory", str(e)):
+            raise
+        print(
+            f"{Path(sys.argv[0]).name}: not enough memory ({str(e).strip().splitlines()[0]}); make the model or the batch smaller",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT; the terminal has shown ^C already
@@ -82,6 +91,27 @@ def atomic_write(path: str | Path, mode: str = "wb"):
         if isinstance(cause, OSError):
             raise BadInput(f"cannot write {path}: {cause.strerror or cause}; free the disk or name another folder") from e
         raise
+
+
+@contextlib.contextmanager
+def hold_folder(path: str | Path):
+    """Make a folder and hold it alone: two at work on the same files would spoil both. Yields its Path. Raises: BadInput."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as e:
+        raise BadInput(f"cannot make the folder {path}: {e.strerror}; name another --out_dir") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BadInput(f"another process is at work in {path}; wait for it, or name another --out_dir") from None
+    except OSError:
+        pass  # some network file systems have no locks; the files are no worse for it when only one is at work
+    try:
+        yield Path(path)
+    finally:
+        os.close(handle)  # a process that dies lets go as well
 
 
 def model_file(path: str | Path) -> Path:
@@ -299,7 +329,7 @@ def run_file(path: str) -> dict:
         source = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         near = difflib.get_close_matches(Path(path).stem, [p.stem for p in (ROOT / "config").glob("[!_]*.py")], n=1)
-        raise BadInput(f"no config file {path}" + (f"; did you mean config/{near[0]}.py?" if near else "")) from None
+        raise BadInput(f"no config file {path}" + (f"; did you mean {ROOT / 'config' / near[0]}.py?" if near else "")) from None
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(f"cannot read config file {path}: {e}") from None
     space = {"__name__": "config_file", "__file__": path}

@@ -7,8 +7,6 @@ one too long to hold in memory: `ends` says whether the document ends with it, a
 follows. Nothing here keeps more of a stream than one batch, and the tokenizer's sample.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import heapq
 import io
@@ -220,28 +218,6 @@ def write_tokens(tokenizer: Tokenizer, parts: Iterable[Part], file) -> dict[str,
 
 # ---------------------------------------------------------------------------------------------------------
 # a corpus
-
-
-@contextlib.contextmanager
-def open_out_dir(path: str | Path):
-    """Make the folder of a corpus and hold it alone: two at work on the same files would spoil both. Raises: BadInput."""
-    path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as e:
-        raise BadInput(f"cannot make the folder {path}: {e.strerror}; name another with --out_dir") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise BadInput(f"another prepare.py is at work in {path}; wait for it, or name another folder with --out_dir") from None
-    except OSError:
-        pass  # some network file systems have no locks; the corpus is no worse for it when only one is at work
-    try:
-        yield path
-    finally:
-        os.close(handle)
 
 
 def prepare(train: Callable[[], Iterable[Part]], val: Callable[[], Iterable[Part]], out_dir: Path, vocab_size: int, source: str) -> dict:

@@ -60,7 +60,8 @@ def test_operator_counts(capsys):
     work = {r["variant"]: r["work"] for r in report["rows"]}
     assert work["all_folded"] < work["folded"] < work["unfused"] <= work["baseline"]
     assert work["weightless"] < work["baseline"] and work["coupled_folded"] < work["coupled"] and work["cbwc_folded"] < work["cbwc"]
-    assert work["floor"] == 5 * SHAPE["n_layer"] + 1 == min(work.values())
+    pads = 4 if SHAPE["n_embd"] // SHAPE["n_head"] < 16 else 0  # narrow heads: q, k and v padded, the output cut and copied
+    assert work["floor"] == (5 + pads) * SHAPE["n_layer"] + 1 == min(work.values())
     n = SHAPE["n_layer"]
     assert work["unfused"] - work["folded"] == 2 * n  # one scaling a tapered norm
     assert len([p for p in report["differences"] if " = " in p]) == 5  # weightless, folded, all_folded, coupled_folded, cbwc_folded
@@ -110,7 +111,8 @@ def test_gain_that_was_left_out_is_caught(monkeypatch):
 
 def test_logits_that_are_not_finite_are_refused(capsys, folder):
     model = Transformer.load(folder / "unfused.pt")
-    model.blocks[0].mlp.down.weight.data[0, 0] = float("nan")
+    model.blocks[0].mlp.down.weight.data.fill_(1e30)  # finite itself, as a file must be; its product with the SwiGLU is not
+    model.blocks[0].mlp.gate_up.weight.data.fill_(1e30)
     torch.save(model.to_file({}), folder / "unfused.pt")
     with pytest.raises(BadInput, match="not finite"):
         bench.main([*QUICK, str(folder)])
@@ -232,3 +234,11 @@ def test_compiled(capsys, mode):
     _, report = run(capsys, *FLAGS, "--runtimes=eager,compiled", f"--mode={mode}")
     assert report["differences"]["compiled = eager"] < TOLERANCE[torch.float32]
     assert [r["work"] is None for r in report["rows"]] == [False] * 5 + [True] * 5
+
+
+def test_random_models_stay_finite_at_the_papers_width():
+    """At gate 0 nothing holds the scale of an untrained network; over eight blocks of 512 it once overflowed."""
+    torch.manual_seed(0)
+    model = bench.random_model(ModelConfig(n_embd=512, vocab_size=500, taper="all"), CPU)
+    logits = model(torch.randint(500, (1, 64)))
+    assert logits.isfinite().all() and logits.abs().max() < 1e3

@@ -269,7 +269,7 @@ BOTH = ["--text=good.txt", "--val_text=good.txt"]
         (["--text=blank.txt", "--val_text=good.txt"], "training split"),
         (["--text=good.txt", "--val_text=blank.txt"], "validation split"),
         ([*BOTH, "--out_dir=good.txt"], "cannot make the folder good.txt"),
-        ([*BOTH, "--out_dir=busy"], "another prepare.py"),
+        ([*BOTH, "--out_dir=busy"], "another process"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, flags, said):

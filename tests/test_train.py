@@ -7,6 +7,7 @@ import os
 import random
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -267,7 +268,7 @@ def test_compiled_run_agrees(corpus, tmp_path):
     knobs = dict(n_layer=1, dtype="float64", max_iters=50, eval_interval=50)
     train(*flags(tmp_path / "eager", corpus, **knobs))
     train(*flags(tmp_path / "run", corpus, compile=True, **knobs))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # one a phase
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 3  # the trial, and one a phase
     assert not torch._dynamo.utils.counters["graph_break"]
     for a, b in zip(metrics(tmp_path / "run"), metrics(tmp_path / "eager"), strict=True):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
@@ -373,3 +374,45 @@ def test_refused_samples(reference, tmp_path, capsys):
     assert "name one" in refused(capsys, program="sample.py")
     (tmp_path / "folded.pt").write_bytes((reference / "folded.pt").read_bytes())
     assert "tokenizer" in refused(capsys, tmp_path, "--prompt=a", program="sample.py")
+
+
+def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
+    for key, value in (("optimizer", {"x": 1}), ("progress", {}), ("run", {"n_layer": 2})):
+        torch.save({**final(reference), key: value}, tmp_path / "ckpt.pt")
+        assert "ckpt.pt" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
+    state = final(reference)["state"]
+    state["blocks.0.attn.qkv.weight"][3, 3] = float("nan")
+    torch.save({**final(reference), "state": state}, tmp_path / "ckpt.pt")
+    assert "blocks.0.attn.qkv.weight" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
+
+
+def test_two_runs_in_one_folder(corpus, tmp_path):
+    """The second is refused while the first lives; whatever the first writes stays whole."""
+    first = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not (tmp_path / "run/metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)  # it lives, however fast it is
+    second = launch("--init_from=resume", f"--out_dir={tmp_path / 'run'}", stderr=subprocess.PIPE)
+    error = second.communicate()[1]
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2 and "another process is at work" in error and error.count("\n") == 1
+    assert first.wait() == 0, first.stderr.read()
+    first.stderr.close()
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "dyt", "cbwc"])
+def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
+    """The commands that train.py prints at its end, for runs with one export and with two."""
+    out = tmp_path / "a run"
+    train(*flags(out, corpus, norm=norm, taper="none", aux_weight=0, max_iters=4, eval_interval=4))
+    said = capsys.readouterr().out
+    for command in said.splitlines()[-1].removeprefix("next: ").split("    or    "):
+        program, path = shlex.split(command)[1:3]
+        assert Path(path) == out
+        extra = ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"] if program == "bench.py" else ["--prompt=x", "--max_new_tokens=2"]
+        train(path, *extra, program=program)
+
+
+def test_out_of_memory_is_one_line(corpus, tmp_path, capsys):
+    assert "memory" in refused(capsys, *flags(tmp_path / "run", corpus, n_embd=10**8, n_head=4))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import BadInput, Count, one_line_errors, parse
-from data import check_vocab_size, open_out_dir, prepare
+from config import BadInput, Count, hold_folder, one_line_errors, parse
+from data import check_vocab_size, prepare
 
 # What is installed beside the library, tests (twice its size, much of it data and often not installed), and the
 # tables of encodings: 1.4 MB of lines that differ in a number, which took tokens such as "LETTER" for themselves.
@@ -69,13 +69,13 @@ def main():
     val = {path for path in paths if zlib.crc32(path.encode()) % 20 == 0}
     train = [path for path in paths if path not in val]
     print(f"stdlib: the library of {version}, {len(paths)} files, {size:,} bytes", flush=True)
-    with open_out_dir(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
+    with hold_folder(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
         prepare(
             lambda: read_files(root, train),
             lambda: read_files(root, sorted(val)),
             out_dir,
             knobs.vocab_size,
-            f"source of the standard library of {version}, without tests and encodings",
+            f"the standard library of {version}, without tests and encodings",
         )
 
 

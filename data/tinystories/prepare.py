@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import BadInput, Count, atomic_write, one_line_errors, parse
-from data import END, check_vocab_size, open_out_dir, prepare, progress
+from config import BadInput, Count, atomic_write, hold_folder, one_line_errors, parse
+from data import END, check_vocab_size, prepare, progress
 
 HUB_NAME = "roneneldan/TinyStories"
 HUB_TIMEOUT_S = 10  # of the first question to the hub only; reading the stories keeps the client's own patience
@@ -119,7 +119,7 @@ def main():
         source = f"{HUB_NAME} on the Hugging Face hub, revision {revision}"
     else:
         source = f"{knobs.text} (train) and {knobs.val_text} (val)"
-    with open_out_dir(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
+    with hold_folder(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
         try:
             train, val = (knobs.text, knobs.val_text) if knobs.text else download(out_dir, stream)
             prepare(lambda: stories(train), lambda: stories(val), out_dir, knobs.vocab_size, source)
