@@ -363,9 +363,9 @@ def print_runtime(runtime: str, rows, names, unit: str) -> list[dict]:
         low, high = min(counts), max(counts)
         return "-" if None in counts else f"{low}" if low == high else f"{low}-{high}"
 
-    rows = print_table(f"{runtime}: tok/s, speedup over {first}, its quartiles", rows, speed, [9] + [25] * others)
+    rows = print_table(f"{runtime}: tok/s, speedup over {first}, its quartiles", rows, speed, [9] + [27] * others)
     work = [span([r["work"] for r in column]) for column in zip(*rows, strict=True)]
-    print_table(f"{runtime}: ms a forward, quartiles, ms above the floor", rows, cost, [24] * others + [17], (unit, work))
+    print_table(f"{runtime}: ms a forward, quartiles, ms above the floor", rows, cost, [26] * others + [20], (unit, work))
     return [r for row in rows for r in row]
 
 
