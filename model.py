@@ -486,6 +486,19 @@ def add_product(residual, x, linear: nn.Linear):
     return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
 
 
+def head_loss(y, weight, bias, targets):
+    """Mean cross-entropy of softmax(W y + b), 0-dim, in float32 or better. y: (B, T, D); weight: (V, D); targets: (B, T).
+
+    In float32 on a CPU 256 tokens at a time, where torch can (2.13 on): the (B, T, V) logits are never held, which
+    is faster at every width tried (results/NOTES.md). Elsewhere a compiler fuses the loss, or autocast halves the logits.
+    """
+    plain = not y.is_cpu or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    if plain or not hasattr(nn, "LinearCrossEntropyOptions") or y.dtype not in (torch.float32, torch.float64):
+        return F.cross_entropy(upcast(F.linear(y, weight, bias)).flatten(0, 1), targets.flatten())
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=256)
+    return F.linear_cross_entropy(y.flatten(0, 1), weight, targets.flatten(), linear_bias=bias, options=chunks)
+
+
 class Losses(NamedTuple):
     """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input, detached (B, T, D), for diagnostics."""
 
@@ -540,17 +553,17 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.pos += T
         if targets is None:
-            return self.head(self.norm_final(x[:, -1:] if last_only else x, self.gate))
-        logits = upcast(self.head(self.norm_final(x, self.gate)))
-        ce = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+            return F.linear(self.norm_final(x[:, -1:] if last_only else x, self.gate), *self.head())
+        ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets)
         scale_loss = None if self.anchor is None else self.anchor(x)
         if scale_loss is None:
             return Losses(ce, ce.detach(), torch.zeros_like(ce), x.detach())
         aux = self.config.aux_weight * scale_loss
         return Losses(ce + aux, ce.detach(), aux.detach(), x.detach())
 
-    def head(self, y):
-        return F.linear(y, self.tok_emb.weight) if self.lm_head is None else self.lm_head(y)
+    def head(self):
+        """(weight (V, D), bias (V) or None) of the output head."""
+        return (self.tok_emb.weight, None) if self.lm_head is None else (self.lm_head.weight, self.lm_head.bias)
 
     @torch.no_grad()
     def diagnostics(self, stream) -> tuple[torch.Tensor, torch.Tensor]:
@@ -560,7 +573,7 @@ class Transformer(nn.Module):
         """
         h = upcast(stream)
         y = upcast(self.norm_final(h, self.gate))
-        W = upcast(self.tok_emb.weight if self.lm_head is None else self.lm_head.weight)
+        W = upcast(self.head()[0])
         s = stream_scale(h, self.config.norm_eps, self.config.norm == "layernorm").mean()
         return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
