@@ -360,8 +360,9 @@ def print_runtime(runtime: str, rows, names, unit: str) -> list[dict]:
         return f"{r['ms']:#.4g} {r['ms_q1']:#.4g}-{r['ms_q3']:#.4g}{above}"
 
     def span(counts):
-        low, high = min(counts), max(counts)
-        return "-" if None in counts else f"{low}" if low == high else f"{low}-{high}"
+        if None in counts:
+            return "-"
+        return f"{min(counts)}-{max(counts)}" if min(counts) < max(counts) else f"{counts[0]}"
 
     rows = print_table(f"{runtime}: tok/s, speedup over {first}, its quartiles", rows, speed, [9] + [27] * others)
     work = [span([r["work"] for r in column]) for column in zip(*rows, strict=True)]

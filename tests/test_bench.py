@@ -242,3 +242,12 @@ def test_random_models_stay_finite_at_the_papers_width():
     model = bench.random_model(ModelConfig(n_embd=512, vocab_size=500, taper="all"), CPU)
     logits = model(torch.randint(500, (1, 64)))
     assert logits.isfinite().all() and logits.abs().max() < 1e3
+
+
+def test_work_that_cannot_be_counted_is_a_dash(capsys, monkeypatch):
+    """As in a compiled CPU run, over several rows."""
+    monkeypatch.setattr(bench, "count_work", lambda *args: None)
+    text, report = run(capsys, *[f for f in FLAGS if "seq" not in f], "--seq=8,16")
+    assert len(report["rows"]) == 2 * 5 and all(r["work"] is None for r in report["rows"])
+    (line,) = [line for line in text.splitlines() if "operators |" in line]
+    assert [cell.strip() for cell in line.strip("| ").split("|")][1:] == ["-"] * 5
