@@ -1,9 +1,11 @@
-"""Why model.py computes its loss and its attention as it does: the alternatives, interleaved in one process.
+"""What a training step is made of: the loss and the attention against their alternatives, and each variant's
+whole step against the baseline's, interleaved in one process.
 
-    python scripts/parts.py                              # forward and backward, on this CPU
+    python scripts/parts.py                              # on this CPU
     python scripts/parts.py --n_embd=64,512 --iters=20
 
-Each round runs every alternative once; a ratio is the median over rounds of (plain / alternative), with its quartiles.
+Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its quartiles:
+above 1 the alternative is faster.
 """
 
 import sys
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Count, one_line_errors, parse
-from model import attend
+from model import ModelConfig, Transformer, attend
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Parts:
     tokens: Count = 4096  # of a batch, for the loss
     head_dim: tuple[Count, ...] = (4, 8, 16, 32)  # head sizes, for attention: 2 x 16 heads
     block_size: Count = 512  # tokens of a window, for attention
+    batch_size: Count = 8  # windows of 256 tokens, for a step of the demo's model (4 layers of width 64)
     iters: Count = 9  # timed rounds, after one to warm up
 
 
@@ -74,6 +77,36 @@ def attention_steps(block_size: int, head_dim: int) -> dict:
     }
 
 
+def variant_steps(batch_size: int) -> dict:
+    """{name: a whole optimizer step} of the demo's model: forward, backward, statistics, clip, AdamW."""
+    idx = torch.randint(2048, (batch_size, 256))
+
+    def make(phase="norm", **knobs):
+        torch.manual_seed(0)
+        model = Transformer(ModelConfig(vocab_size=2048, block_size=256, n_layer=4, n_head=4, n_embd=64, **knobs)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # the weights stay: all rounds do the same work
+        if phase != "norm":
+            model(idx, idx)
+            model.update_statistics()
+            model.calibrate()
+            model.set_phase(phase)
+            model.gate.fill_(0.5 if phase == "blend" else 0.0)
+
+        def step():
+            model(idx, idx).total.backward()
+            model.update_statistics()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    taper = {"taper": "internal", "aux_weight": 0.1}
+    steps = {"baseline": make(), "baseline again": make()}
+    steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
+    return steps | {norm: make(norm=norm) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")}
+
+
 def table(title: str, cases: dict, iters: int):
     """cases: {label: steps}; prints a row each."""
     print(f"\n{title}\n")
@@ -83,8 +116,9 @@ def table(title: str, cases: dict, iters: int):
         times = rounds(steps, iters)
         cells = []
         for name, t in times.items():
-            low, middle, high = np.percentile(times["plain"] / t, (25, 50, 75))
-            cells.append(f"{np.median(t):.1f} ms" + (f", {middle:.2f}x {low:.2f}-{high:.2f}" if name != "plain" else ""))
+            first = next(iter(times))
+            low, middle, high = np.percentile(times[first] / t, (25, 50, 75))
+            cells.append(f"{np.median(t):.1f} ms" + (f", {middle:.3f}x {low:.3f}-{high:.3f}" if name != first else ""))
         print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
 
@@ -96,6 +130,7 @@ def main():
     table(f"head and loss, {k.tokens} tokens, vocabulary {k.vocab_size}", losses, k.iters)
     heads = {f"head_dim {c}": attention_steps(k.block_size, c) for c in k.head_dim}
     table(f"attention, 2 x 16 heads, {k.block_size} tokens", heads, k.iters)
+    table("training step", {f"{k.batch_size} x 256": variant_steps(k.batch_size)}, k.iters)
 
 
 if __name__ == "__main__":
