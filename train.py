@@ -447,7 +447,8 @@ def main(held: ExitStack):
             if wandb_run is not None:
                 wandb_run.log(line, step=iter_num)
         if main_rank and evals:
-            tqdm.write(f"step {iter_num}: " + ", ".join(f"{k} {v:.4f}" for k, v in val.items()) + f", gate {model.gate.item():.3f}")
+            shown = val | ({"gate": model.gate.item()} if model.taper_norms() else {})
+            tqdm.write(f"step {iter_num}: " + ", ".join(f"{k} {v:.4f}" for k, v in shown.items()))
         if saves or stop:
             checkpoint()
         bar.update()
