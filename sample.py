@@ -51,7 +51,8 @@ def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokeni
 
 
 def main():
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     cfg, _, words = parse(Sample, sys.argv[1:], usage=__doc__)
     if len(words) != 1:
         raise BadInput("name one run folder or model file: python sample.py out/demo (--help lists the options)")

@@ -249,7 +249,7 @@ def main(held: ExitStack):
         try:
             torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
         except Exception as e:
-            reason = str(e).splitlines()[0]
+            reason = (str(e) or type(e).__name__).splitlines()[0]
             raise BadInput(f"torch.compile does not work here ({reason}); install a C++ compiler, or use --compile=False") from None
     if ranks > 1:
         dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
@@ -274,7 +274,7 @@ def main(held: ExitStack):
         train_tokens, val_tokens = train_tokens.to(device), val_tokens.to(device)  # else they stay memory-mapped
 
     # --- model, optimizer
-    if dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype == torch.bfloat16:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     iter_num, run_id, val = 0, uuid.uuid4().hex[:8], {}
@@ -296,6 +296,11 @@ def main(held: ExitStack):
             optimizer.load_state_dict(ckpt["optimizer"])
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
+            wrong = [p.shape for p, s in optimizer.state.items() if {s["exp_avg"].shape, s["exp_avg_sq"].shape} != {p.shape}]
+            if wrong or not isinstance(iter_num, int):
+                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}" if wrong else f"iter {iter_num}")
+        except torch.OutOfMemoryError:
+            raise
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
             raise BadInput(f"{out_dir}/ckpt.pt is damaged ({e!r}); start anew in another out_dir") from None
     compiled = torch.compile(model) if compiles else model
@@ -327,8 +332,11 @@ def main(held: ExitStack):
     if main_rank:
         held.enter_context(hold_folder(out_dir))
         refuse_another_run(out_dir, ckpt)
-        for stale in out_dir.glob("*.tmp"):
-            stale.unlink()
+        try:
+            for stale in out_dir.glob("*.tmp"):
+                stale.unlink()
+        except OSError as e:
+            raise BadInput(f"cannot clear {stale}, left by a killed run: {e.strerror}; remove it, or name another --out_dir") from None
         wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
     ckpt = None  # frees the copy
     if iter_num == 0:

@@ -49,12 +49,10 @@ def one_line_errors(*also: type[Exception]):
         print(f"{command}: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     except (RuntimeError, MemoryError) as e:
-        if not re.search("allocate|out of memory", str(e)):
+        if not isinstance(e, MemoryError) and not re.search("allocate|out of memory", str(e)):
             raise
-        print(
-            f"{Path(sys.argv[0]).name}: not enough memory ({str(e).strip().splitlines()[0]}); make the model or the batch smaller",
-            file=sys.stderr,
-        )
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        print(f"{Path(sys.argv[0]).name}: not enough memory ({reason}); make the model or the batch smaller", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT; the terminal has shown ^C already

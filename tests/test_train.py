@@ -380,6 +380,10 @@ def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
     for key, value in (("optimizer", {"x": 1}), ("progress", {}), ("run", {"n_layer": 2})):
         torch.save({**final(reference), key: value}, tmp_path / "ckpt.pt")
         assert "ckpt.pt" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
+    optimizer = final(reference)["optimizer"]
+    optimizer["state"][0]["exp_avg"] = torch.zeros(3)  # the fused AdamW would read past its end
+    torch.save({**final(reference), "optimizer": optimizer}, tmp_path / "ckpt.pt")
+    assert "optimizer state" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
     state = final(reference)["state"]
     state["blocks.0.attn.qkv.weight"][3, 3] = float("nan")
     torch.save({**final(reference), "state": state}, tmp_path / "ckpt.pt")
@@ -412,6 +416,11 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
         assert Path(path) == out
         extra = ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"] if program == "bench.py" else ["--prompt=x", "--max_new_tokens=2"]
         train(path, *extra, program=program)
+
+
+def test_a_temporary_file_that_cannot_go_is_one_line(corpus, tmp_path, capsys):
+    (tmp_path / "run/x.tmp").mkdir(parents=True)
+    assert "x.tmp" in refused(capsys, *flags(tmp_path / "run", corpus))
 
 
 def test_out_of_memory_is_one_line(corpus, tmp_path, capsys):
