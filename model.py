@@ -14,6 +14,7 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, 
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class ModelError(ValueError):
@@ -397,12 +399,17 @@ class KVCache:
 
 
 def attend(q, k, v, mask=None):
-    """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C)."""
-    C = q.shape[-1]
-    if q.is_cpu and C < 16 and mask is None:  # the CPU kernel works on 16 floats at once; padded it is faster than narrow
-        q, k, v = (F.pad(t, (0, 16 - C)) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
-    return y[..., :C]
+    """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C).
+
+    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md), so smaller heads are padded and cast.
+    """
+    C, dtype = q.shape[-1], q.dtype
+    narrow = q.is_cpu and C <= 16 and mask is None
+    if narrow:
+        q, k, v = (F.pad(t if dtype == torch.float64 else t.float(), (0, 16 - C)) for t in (q, k, v))
+    with torch.autocast("cpu", enabled=False) if narrow else nullcontext():
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
+    return y[..., :C].to(dtype)
 
 
 class Attention(nn.Module):
@@ -489,14 +496,22 @@ def add_product(residual, x, linear: nn.Linear):
 def head_loss(y, weight, bias, targets):
     """Mean cross-entropy of softmax(W y + b), 0-dim, in float32 or better. y: (B, T, D); weight: (V, D); targets: (B, T).
 
-    In float32 on a CPU 256 tokens at a time, where torch can (2.13 on): the (B, T, V) logits are never held, which
-    is faster at every width tried (results/NOTES.md). Elsewhere a compiler fuses the loss, or autocast halves the logits.
+    On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md has time and memory). Where torch
+    cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the chunks' logits are computed twice.
     """
-    plain = not y.is_cpu or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-    if plain or not hasattr(nn, "LinearCrossEntropyOptions") or y.dtype not in (torch.float32, torch.float64):
-        return F.cross_entropy(upcast(F.linear(y, weight, bias)).flatten(0, 1), targets.flatten())
-    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=256)
-    return F.linear_cross_entropy(y.flatten(0, 1), weight, targets.flatten(), linear_bias=bias, options=chunks)
+    y, targets = y.flatten(0, 1), targets.flatten()
+
+    def total(y, targets):
+        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum")
+
+    if not y.is_cpu or torch.compiler.is_compiling():
+        return total(y, targets) / len(y)
+    low = torch.is_autocast_enabled("cpu") or y.dtype == torch.bfloat16
+    if hasattr(nn, "LinearCrossEntropyOptions") and not low:
+        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
+        return F.linear_cross_entropy(y, weight, targets, linear_bias=bias, options=chunks)
+    once_more = partial(checkpoint, total, use_reentrant=False, preserve_rng_state=False)
+    return sum(once_more(*chunk) for chunk in zip(y.split(512), targets.split(512), strict=True)) / len(y)
 
 
 class Losses(NamedTuple):
@@ -629,9 +644,10 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
-                 seed: int | None = None, stop_id: int | None = None, use_cache: bool = True):  # fmt: skip
+                 seed: int | None = None, stop_id: int | None = None, use_cache: bool = True, compile: bool = False):  # fmt: skip
         """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
-        said stop_id (rows that said it before are padded with it).
+        said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
+        a single graph, at the price of compiling it once for each B.
 
         The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
         """
@@ -641,13 +657,14 @@ class Transformer(nn.Module):
         rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
         start, cache, fresh = max(0, idx.shape[1] - size), None, True
+        decode = torch.compile(self, fullgraph=True, dynamic=False) if compile else self
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > size:
                 start, fresh = idx.shape[1] - max(1, size // 2), True
             if use_cache:
                 if fresh:
-                    cache = KVCache(self, len(idx), min(size, idx.shape[1] - start + max_new_tokens))
-                logits = self(idx[:, start:] if fresh else idx[:, -1:], cache=cache, last_only=True)
+                    cache = KVCache(self, len(idx), size if compile else min(size, idx.shape[1] - start + max_new_tokens))
+                logits = self(idx[:, start:], cache=cache, last_only=True) if fresh else decode(idx[:, -1:], cache=cache, last_only=True)
                 fresh = False
             else:
                 logits = self(idx[:, start:], last_only=True)

@@ -32,6 +32,7 @@ class Sample:
     top_p: Annotated[float, (1e-9, 1.0)] = 1.0  # keep the smallest set of tokens with this much probability
     seed: Whole = 1337  # of the sampling
     device: str = "cpu"  # cpu, cuda, ...
+    compile: bool = False  # compile the step from one token to the next: seconds once, then several times the speed
     tokenizer: str | None = None  # a SentencePiece model to use instead of the run's own
 
 
@@ -70,7 +71,8 @@ def main():
     ids = tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
     idx = torch.tensor([ids], device=cfg.device)
     for i in range(cfg.num_samples):
-        out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i, stop_id=tokenizer.eot_id)
+        out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i,
+                             stop_id=tokenizer.eot_id, compile=cfg.compile)  # fmt: skip
         new = out[0, len(ids) :].tolist()
         print(prompt + tokenizer.decode([t for t in new if t < tokenizer.vocab_size and t != tokenizer.eot_id]))
         if i + 1 < cfg.num_samples:

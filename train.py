@@ -10,6 +10,7 @@ Writes out_dir/: config.json, metrics.jsonl, ckpt.pt, tokenizer.model and, at th
 (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
+import gc
 import json
 import math
 import os
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, one_line_errors, parse
+from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
 from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, export, exports, read_file
 
@@ -373,6 +374,8 @@ def main(held: ExitStack):
     bad_step = torch.full((), -1, device=device)  # first step with a non-finite gradient; no update is made from there on
     params = list(model.parameters())
     bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
+    gc.collect()
+    gc.disable()  # its pauses are not the step's; whatever gathers goes when a checkpoint is written
     clock, clock_iter = time.perf_counter(), iter_num
     while iter_num < cfg.max_iters and not stop:
         phase, gate = gate_at(iter_num, cfg)
@@ -460,6 +463,7 @@ def main(held: ExitStack):
             tqdm.write(f"step {iter_num}: " + ", ".join(f"{k} {v:.4f}" for k, v in shown.items()))
         if saves or stop:
             checkpoint()
+            gc.collect()
         bar.update()
         if logs or evals or saves:
             clock, clock_iter = time.perf_counter(), iter_num
@@ -491,5 +495,6 @@ def main(held: ExitStack):
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     with one_line_errors(ModelError), ExitStack() as held:  # of the run folder
         main(held)

@@ -12,6 +12,7 @@ Two more promises that every command makes live here: bad input is one line on s
 
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import fcntl
@@ -120,6 +121,18 @@ def model_file(path: str | Path) -> Path:
         if file.exists():
             return file
     raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it" if path.is_dir() else f"no model file {path}")
+
+
+def keep_freed_memory():
+    """Have the C library keep what tensors on the CPU free, instead of handing it back and paging zeros in for the next one.
+
+    A training step allocates and frees a gigabyte in pieces of megabytes; results/speed.md has what this gains. glibc only;
+    elsewhere it does nothing.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks, too, come from the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 def commit() -> str | None:
