@@ -42,11 +42,7 @@ VARIANTS = {
     "final": ("rmsnorm", "final", False),
     "all": ("rmsnorm", "all", False),
     "all_aux": ("rmsnorm", "all", True),
-    "coupled": ("coupled", "none", False),
-    "layernorm": ("layernorm", "none", False),
-    "cbwc": ("cbwc", "none", False),
-    "dyt": ("dyt", "none", False),
-    "derf": ("derf", "none", False),
+    **{norm: (norm, "none", False) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")},
 }
 AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a flag says another
 
@@ -83,10 +79,13 @@ class Run:
     steps: int = 0
 
     def seen(self) -> dict:
-        """The last line of its metrics; updates `steps`."""
-        end = last_line(self.folder / "metrics.jsonl")
-        self.steps = end.get("iter", 0)
-        return end
+        """The last object in its metrics.jsonl, {} if there is none; updates `steps`."""
+        for line in reversed(tail(self.folder / "metrics.jsonl")):
+            with suppress(ValueError):  # a line that is being written
+                last = json.loads(line)
+                self.steps = last.get("iter", 0)
+                return last
+        return {}
 
 
 # --- the grid
@@ -105,15 +104,14 @@ def check(k: Sweep, axes: dict[str, list[str]]):
     """Refuse unknown knobs, wrong values and flags that contradict each other. Raises: BadInput."""
     for flag in (f"--{name}={value}" for name, values in axes.items() for value in values):
         parse(Config, [flag])
-    if named := [name for name in ("out_dir", "init_from") if name in axes]:
-        raise BadInput(f"--{named[0]} is for sweep.py to set; name the folder of all runs with --out")
-    if k.variants is None:
-        return
-    if named := [name for name in ("norm", "taper") if name in axes]:
-        raise BadInput(f"--{named[0]} and --variants both choose the norms; leave one of them out")
-    if "aux_weight" in axes and not any(VARIANTS[v][2] for v in k.variants):
+    for name in axes:
+        if name in ("out_dir", "init_from"):
+            raise BadInput(f"--{name} is for sweep.py to set; name the folder of all runs with --out")
+        if k.variants and name in ("norm", "taper"):
+            raise BadInput(f"--{name} and --variants both choose the norms; leave one of them out")
+    if k.variants and "aux_weight" in axes and not any(VARIANTS[v][2] for v in k.variants):
         raise BadInput("--aux_weight is the lambda of the *_aux variants, and --variants has none; add internal_aux or all_aux")
-    if any(float(weight) == 0 for weight in axes.get("aux_weight", ())):
+    if k.variants and any(float(weight) == 0 for weight in axes.get("aux_weight", ())):
         raise BadInput("--aux_weight=0 makes internal_aux the variant internal, all_aux all; name those in --variants")
 
 
@@ -152,19 +150,11 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Run]:
 
 
 def tail(path: str | Path) -> list[str]:
-    """The last lines of a file, many enough to hold one of a metrics.jsonl."""
+    """The last lines of a file."""
     with suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - (1 << 16)))
         return f.read().decode(errors="replace").split("\n")
     return []
-
-
-def last_line(path: Path) -> dict:
-    """The last object of a metrics.jsonl, {} if there is none."""
-    for line in reversed(tail(path)):
-        with suppress(ValueError):
-            return json.loads(line)
-    return {}
 
 
 def recorded(folder: Path) -> dict | None:
@@ -208,17 +198,12 @@ def command(run: Run, state: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *run.argv, f"--out_dir={run.folder}", *resume]
 
 
-def die_with_parent():
-    """In the child: SIGTERM, which saves and leaves, when the sweep is gone, whatever killed it (Linux; elsewhere nothing)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def start(run: Run, state: str, threads: int) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}  # unbuffered: the log ends with what came last
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # 1: PR_SET_PDEATHSIG, so that a killed sweep's runs save and leave
     with open(f"{run.folder}.log", "ab") as log:  # a session of its own: Ctrl-C reaches the sweep alone
-        return subprocess.Popen(command(run, state), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                                start_new_session=True, preexec_fn=die_with_parent)  # fmt: skip
+        return subprocess.Popen(command(run, state), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
+                                preexec_fn=libc and (lambda: libc.prctl(1, signal.SIGTERM)))  # fmt: skip
 
 
 def outcome(run: Run, code: int) -> str:
@@ -232,48 +217,46 @@ def outcome(run: Run, code: int) -> str:
     return f"{how}: {said} ({log})"
 
 
-def status(runs: list[Run], running: list[Run], over: list[Run], had: int, seconds: float) -> str:
-    """The progress line. over: runs that are finished or given up; had: steps there were `seconds` ago, when it began."""
-    for run in running:
-        run.seen()
-    done = sum(r.steps for r in runs) - had
-    left = sum(max(0, r.settings["max_iters"] - r.steps) for r in runs if r not in over)
-    minutes = f"{left * seconds / done / 60:.0f} min left" if done > 0 else "? min left"
-    at_work = ", ".join(f"{r.name} {r.steps}/{r.settings['max_iters']}" for r in running)
-    return f"{len(over)}/{len(runs)} done, {minutes}: {at_work}"
-
-
 def run_all(runs: list[Run], k: Sweep, threads: int) -> list[Run]:
     """Run what is not finished, `jobs` at a time. Returns those that are not finished in the end."""
-    states = {run: look(run)[0] for run in runs}
-    waiting, running, over, bad = list(runs), {}, [], []
-    had, began, shown, bar = sum(r.steps for r in runs), time.monotonic(), 0.0, sys.stderr.isatty()
+    for run in runs:
+        look(run)
+    waiting, running, over, bad, bar = list(runs), {}, [], [], sys.stderr.isatty()
+    had, began, shown = sum(r.steps for r in runs), time.monotonic(), 0.0
 
-    def say(run: Run, what: str, failed: bool):
-        print(("\r\033[K" if bar else "") + f"{run.name} {what}", file=sys.stderr, flush=True)
-        over.append(run)
-        bad.extend([run] * failed)
+    def say(text: str, end: str = "\n"):
+        print(("\r\033[K" if bar else "") + text, end=end, file=sys.stderr, flush=True)
+
+    def progress() -> str:
+        done, left = sum(r.steps for r in runs) - had, sum(max(0, r.settings["max_iters"] - r.steps) for r in runs if r not in over)
+        minutes = f"{left / done * (time.monotonic() - began) / 60:.0f}" if done > 0 else "?"
+        at_work = ", ".join(f"{r.name} {r.steps}/{r.settings['max_iters']}" for r in running)
+        return f"{len(over)}/{len(runs)} done, {minutes} min left: {at_work}"
 
     try:
         while waiting or running:
             while waiting and len(running) < k.jobs:
                 run = waiting.pop(0)
-                states[run], why = look(run)
-                if states[run] in ("new", "resume"):
-                    running[run] = start(run, states[run], threads)
+                state, why = look(run)
+                if state in ("new", "resume"):
+                    running[run] = start(run, state, threads)
                 else:
-                    say(run, why or "was finished before", states[run] == "refused")
+                    say(f"{run.name} {why or 'was finished before'}")
+                    over.append(run)
+                    bad.extend([run] * (state == "refused"))
             time.sleep(POLL_S if running else 0)
-            for run in [r for r, process in running.items() if process.poll() is not None]:
-                code = running.pop(run).returncode
-                say(run, outcome(run, code), code != 0)
+            for run, process in list(running.items()):
+                run.seen()
+                if (code := process.poll()) is not None:
+                    del running[run]
+                    say(f"{run.name} {outcome(run, code)}")
+                    over.append(run)
+                    bad.extend([run] * (code != 0))
             if running and (bar or time.monotonic() - shown > LINE_S):
                 shown = time.monotonic()
-                line = status(runs, list(running), over, had, shown - began)
-                width = shutil.get_terminal_size().columns - 1
-                print(f"\r\033[K{line[:width]}" if bar else line, end="" if bar else "\n", file=sys.stderr, flush=True)
+                say(progress()[: shutil.get_terminal_size().columns - 1] if bar else progress(), end="" if bar else "\n")
     except SystemExit:
-        print(f"\nstopped; the runs at work save and leave. Go on with: {shlex.join(['python', *sys.argv])}", file=sys.stderr)
+        say(f"stopped; the runs at work save and leave. Go on with: {shlex.join(['python', *sys.argv])}")
         raise
     finally:  # nothing outlives the sweep
         for process in running.values():
