@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import ROOT, BadInput, Config, Count, atomic_write, one_line_errors, parse
 from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, exports
-from scripts.sweep import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, identity
+from scripts.sweep import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, identity, tail
 
 TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
@@ -120,7 +120,8 @@ def load(folder: Path) -> Run:
         model = ModelConfig(**{f.name: s[f.name] for f in fields(ModelConfig) if s.get(f.name) is not None})
         last, end = (lines[-1] if lines else {"iter": 0}), s["max_iters"]
         if last["iter"] < end:
-            raise LeftOut(f"unfinished: {last['iter']} of {end} steps")
+            said = [line for line in tail(f"{folder}.log") if "non-finite" in line][-1:]  # what the sweep kept of it
+            raise LeftOut(f"unfinished: {last['iter']} of {end} steps" + "".join(f" ({line.strip()})" for line in said))
         if missing := [name for name in exports(model) if not (folder / name).exists()]:
             raise LeftOut(f"unfinished: no {missing[0]}")
         if last["val/loss"] is None:
@@ -218,7 +219,7 @@ def stream_rms(run: Run, tokens: int) -> np.ndarray | str:
     """(3, layers): RMS of the residual stream before attention, before the MLP, and their ratio, means over validation tokens at
     gate 0, from the last checkpoint. A str says why there is none."""
     folder = ROOT / "data" / run.settings["dataset"]
-    path = next((p for n in ("ckpt.pt", "unfused.pt", "model.pt") if (p := run.folder / n).exists()), None)
+    path = next((p for n in ("ckpt.pt", "unfused.pt", "model.pt") if (p := run.folder / n).exists()), run.folder / "ckpt.pt")
     try:
         meta, _, val = open_corpus(folder, run.settings["block_size"])
         if meta["tokenizer_sha256"] != run.head["corpus"]["tokenizer_sha256"]:
@@ -268,6 +269,15 @@ class Figures:
         fig, axes = self.plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", squeeze=False)
         return fig, axes.flatten()
 
+    def log(self, ax, low: float, high: float):
+        """A logarithmic y axis with plain numbers."""
+        ax.set(yscale="log", ylim=(low, high))
+        ticker = self.plt.matplotlib.ticker
+        decades = math.log10(high / low)
+        ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if decades < 2 else (1,), numticks=7))
+        ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.yaxis.set_minor_formatter(ticker.NullFormatter())
+
     def draw(self, ax, figure: str, name: str, x, values, style: str | None = None, width: int = 1, **more):
         """Mean of values (n, T) over runs, with the band of their 2.5 to 97.5 percentiles, smoothed over `width` points."""
         if not values.size:
@@ -301,12 +311,13 @@ class Figures:
                     self.draw(ax, name, v, x, y, width=max(1, len(x) // 50))
                     late.append(smooth(y, max(1, len(x) // 50))[:, len(x) // 20 :].flatten())
             ax.set(xlabel="optimizer step", ylabel=label, title=title)
-            if late and np.isfinite(np.concatenate(late)).any():
-                low, high = np.nanpercentile(np.concatenate(late), (0.2, 99.8))
+            values = np.concatenate([*late, np.array([math.nan])])
+            if np.isfinite(values).any():  # a spike leaves the frame instead of flattening all else
+                low, high = np.nanpercentile(values, (0.5, 98))
                 if low > 0 and high / low > 8:
-                    ax.set(yscale="log", ylim=(low / 1.3, high * 1.3))
-                elif high > low:
-                    ax.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
+                    self.log(ax, low / 1.3, high * 1.5)
+                else:
+                    ax.set_ylim(low - 0.1 * (high - low + 1e-9), high + 0.15 * (high - low + 1e-9))
         return self.save(fig, name, axes[0])
 
     def calibration(self, name: str, variant: str, runs: list[Run]) -> str:
@@ -331,9 +342,13 @@ class Figures:
             last = runs[0].settings["n_layer"]
             self.draw(by_layer, name, "c, final", np.array([last - 0.2, last + 0.2]), final, color="#009E73", label="final norm")
         ax.axvline(runs[0].settings["gate_start"], color="#999999", linestyle=":", label="frozen")
-        ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", yscale="log", title=f"{variant}: calibration of c")
-        by_layer.set(xlabel="block", ylabel="c (1 / RMS)", yscale="log", title="c as frozen")
+        ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", title=f"{variant}: calibration of c")
+        by_layer.set(xlabel="block", ylabel="c (1 / RMS)", title="c as frozen")
         by_layer.legend()
+        by_layer.xaxis.get_major_locator().set_params(integer=True)
+        every = [r.lines[i][s] for r in runs for i in (0, -1) for s in sites]
+        for panel in (ax, by_layer):
+            self.log(panel, min(every) / 1.2, max(every) * 1.2)
         for panel, metric, label in ((gate, "gate", "gate g"), (lr, "lr", "learning rate")):
             self.draw(panel, name, metric, *curve(runs, metric), color="#000000", linestyle="-")
             panel.set(xlabel="optimizer step", ylabel=label)
@@ -345,14 +360,17 @@ class Figures:
 
     def residual(self, name: str, measured: dict[str, np.ndarray]) -> str:
         """measured: {variant: (runs, 3, layers)} of stream_rms."""
-        fig, axes = self.axes(-(-len(measured) // 3), 3, 1.9 * -(-len(measured) // 3) + 0.4)
-        for ax, (variant, values) in zip(axes, measured.items(), strict=False):
+        rows = -(-len(measured) // 4)
+        fig, axes = self.axes(rows, 4, 1.7 * rows + 0.4)
+        every = np.concatenate([values[:, :2].ravel() for values in measured.values()])
+        for i, (ax, (variant, values)) in enumerate(zip(axes, measured.items(), strict=False)):
+            x = np.arange(values.shape[2])
             for row, (what, colour, line) in enumerate((("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))):
-                x = np.arange(values.shape[2])
-                self.draw(
-                    ax, name, f"{variant}, {what}", x, values[:, row], color=colour, linestyle=line, marker="o", markersize=3, label=what
-                )
-            ax.set(title=f"{variant} (n={len(values)})", xlabel="block", ylabel="RMS of the stream", ylim=(0, None))
+                more = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3, "label": what}
+                self.draw(ax, name, f"{variant}, {what}", x, values[:, row], **more)
+            ax.set(title=f"{variant} (n={len(values)})", xlabel="block", ylabel="RMS" if i % 4 == 0 else "")
+            ax.xaxis.get_major_locator().set_params(integer=True)
+            self.log(ax, every.min() / 1.5, every.max() * 1.5)  # one scale for all, to compare them by
         for ax in axes[len(measured) :]:
             ax.remove()
         return self.save(fig, name, axes[0])
@@ -364,9 +382,8 @@ class Figures:
             for curve_name, points in curves.items():
                 x, rows = np.array([p[0] for p in points]), [np.asarray(p[1], float) for p in points]
                 colour, line = STYLE.get(curve_name, ("#999999", ":"))
-                mean, low, high = (
-                    np.array([f(r) for r in rows]) for f in (np.mean, *(lambda r, q=q: np.percentile(r, q) for q in (2.5, 97.5)))
-                )
+                mean = np.array([r.mean() for r in rows])
+                low, high = np.array([np.percentile(r, (2.5, 97.5)) for r in rows]).T
                 n = "-".join(str(v) for v in sorted({min(map(len, rows)), max(map(len, rows))}))
                 ax.errorbar(x, mean, (mean - low, high - mean), color=colour, linestyle=line, marker="o", markersize=4, capsize=3,
                             label=f"{curve_name} (n={n})")  # fmt: skip
@@ -445,9 +462,7 @@ def lambda_study(figures: Figures, name: str, group: list[Run], options: list[st
     picture = figures.study(name, "lambda (aux_weight)", [("val/loss, nats/token", loss, level), ("s off its target, %", drift, 0),
                                                           ("logits/l2", logits, None)])  # fmt: skip
     head = ["variant", "lambda", "n", "val/loss", "gap by pairs, % (pairs)", "s/mean", "s/target", "s off target, %", "logits/l2"]
-    note = (
-        "At the last step; points are means over seeds, bars the 2.5 to 97.5 percentiles, the dotted line in the first panel the baseline."
-    )
+    note = "At the last step. Points: means over seeds; bars: 2.5 to 97.5 percentiles; dotted: the baseline's loss, and no drift."
     return ["### Lambda", "", markdown(head, table), "", picture, "", note, ""]
 
 
@@ -457,9 +472,8 @@ def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[st
     for variant in dict.fromkeys(r.variant for r in group):
         for runs in split([r for r in group if r.variant == variant and any(k in r.point for k in knobs)], [*knobs, "aux_weight"]).values():
             s = runs[0].settings
-            table.append(
-                [variant, *(s[k] for k in knobs), s["aux_weight"], len(runs), spread([r.loss for r in runs]), *gap_cells(runs, base)]
-            )
+            cells = [s["aux_weight"], len(runs), spread([r.loss for r in runs]), *gap_cells(runs, base)]
+            table.append([variant, *(s[k] for k in knobs), *cells])
             if gaps := paired(runs, base):
                 curves[variant, s["aux_weight"], *(s[k] for k in knobs if k != "gate_end")].append((s["gate_end"], gaps))
     head = ["variant", *knobs, "lambda", "n", "val/loss", "gap, %", "gap by pairs, % (pairs)"]
@@ -499,7 +513,7 @@ def residual_study(figures: Figures, name: str, rows: dict[str, list[Run]], toke
         table = [[v, len(values), alphas[v], *(f"{a:.3f}" for a in values[:, 2].mean(0))] for v, values in measured.items()]
         layers = range(max(len(row) for row in table) - 3)
         text += [markdown(["variant", "n", "mean alpha", *(f"block {i}" for i in layers)], table), "",
-                 f"alpha: RMS of a token's stream before the MLP over that before attention; mean over {tokens:,} validation tokens, at gate 0.",
+                 f"alpha: RMS of a token's stream before the MLP over that before attention; mean over {tokens:,} validation tokens.",
                  "", figures.residual(name, measured), ""]  # fmt: skip
     return text + [f"Left out, {folder}: {why}" for folder, why in reasons.items()], alphas
 
@@ -519,11 +533,11 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
              "The paper's gap: arXiv 2602.10408, first version, after 1,000,000 steps; the same in kind, not in size or length.", "",
              f"The figures: {chosen:,} steps, seeds {', '.join(map(str, seeds))}. A line is the mean over seeds, a band their 2.5 to 97.5 "
              "percentiles, interpolated between the runs (of three seeds nearly the range). Running mean over a fiftieth of the run. "
-             "Axes are fitted to what follows the first twentieth of it.", ""]  # fmt: skip
+             "Axes are fitted to what follows the first twentieth of it; spikes leave the frame.", ""]  # fmt: skip
     for family, which in ((TAPERS, "tapers"), (OTHERS, "others")):
         specs = [
             ("Training loss", "train/ce", "nats per token", False),
-            ("less the baseline's, same batches", "train/ce", "nats per token", True),
+            ("less the baseline's", "train/ce", "nats per token", True),
         ]
         text += ["### Training loss" + (" (TaperNorm's Figure 2)" if which == "tapers" else ", other norms"), "",
                  figures.panels(f"loss_{which}{tag}", specs, rows, family), ""]  # fmt: skip
@@ -539,8 +553,10 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
             break
     residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
     text += residual
-    speeds = [[v, len(rows[v]), spread([r.loss for r in rows[v]]), gap_cells(rows[v], rows["baseline"])[1], speed_cell(rows[v]), alphas.get(v, "-")]
-              for v in ("baseline", "coupled", "layernorm", "cbwc")]  # fmt: skip
+    speeds = []
+    for v in ("baseline", "coupled", "layernorm", "cbwc"):
+        cells = [spread([r.loss for r in rows[v]]), gap_cells(rows[v], rows["baseline"])[1], speed_cell(rows[v]), alphas.get(v, "-")]
+        speeds.append([v, len(rows[v]), *cells])
     head = ["variant", "n", "val/loss", "gap by pairs, % (pairs)", "tok/s, median (quartiles)", "alpha"]
     text += ["### CoupledNorm's Table 1, and CBWC, at this scale", "", markdown(head, speeds), "",
              "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. It is no comparison of "
