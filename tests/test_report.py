@@ -34,13 +34,14 @@ def write_run(folder: Path, variant: str, seed: int, steps: int = 400, **knobs) 
     cfg = Config(norm=norm, taper=taper, seed=seed, max_iters=steps, **knobs).resolve()
     corpus = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "train_tokens": 1000, "val_tokens": 100, "vocab_size": 400}
     versions = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
+    kinds = ("total", "qkv", "proj", "gate_up", "down", "emb", "norm")
     lines = [{"settings": asdict(cfg), "versions": versions, "corpus": corpus, "parameters": 1234}]
     loss = LOSS[variant] + seed / 10 + 0.01 * cfg.aux_weight
     for k in range(10, steps + 1, 10):
         t = k / steps
         line = {"iter": k, "train/loss": loss + 3 * math.exp(-5 * t), "train/ce": loss + 3 * math.exp(-5 * t), "lr": 1 - t,
                 "s/mean": 0.2 * (1 + t / (1 + cfg.aux_weight)), "logits/l2": 100 + 60 * t * (taper in ("final", "all")),
-                "perf/tok_s": 1000.0 + k, **{f"grad/{n}": 0.1 + t for n in ("total", "qkv", "proj", "gate_up", "down", "emb", "norm")}}  # fmt: skip
+                "perf/tok_s": 1000.0 + k, **{f"grad/{n}": 0.1 + t for n in kinds}}  # fmt: skip
         line |= {"s/target": 0.2} if anchored else {}
         if taper != "none":
             line |= {"gate": 1 - t} | {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for i in range(2) for kind in ("attn", "mlp")}
@@ -185,12 +186,13 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
     text = make(tmp_path / "out", runs)
     assert "## n_embd 64\n" in text and "## n_embd 128\n" in text
     assert table(text, "Validation loss at gate 0, 400 steps")["internal_aux"][:2] == ["2", f"{LOSS['internal_aux'] + 0.151:.4f} ± 0.0707"]
-    lambdas = [line.split("|")[1:5] for line in text[text.index("### Lambda") :].splitlines() if line.startswith("| internal_aux")]
-    assert [[c.strip() for c in cells][1:] for cells in lambdas[:4]] == [
-        [str(w), "2", f"{loss:.4f} ± 0.0707"] for w, loss in ((0, LOSS["internal"] + 0.15), *((w, LOSS["internal_aux"] + 0.15 + w / 100) for w in (0.1, 1.0, 10.0)))
-    ]  # fmt: skip
-    schedule = text[text.index("### Schedule") :]
-    assert "| internal | 300 | 0.0 | 2 |" in schedule and "| internal | 400 | 0.0 | 2 |" in schedule
+    lambdas = [line.split(" | ")[1:4] for line in text[text.index("### Lambda") :].splitlines() if line.startswith("| internal_aux")]
+    losses = {0: LOSS["internal"], 0.1: LOSS["internal_aux"] + 0.001, 1.0: LOSS["internal_aux"] + 0.01, 10.0: LOSS["internal_aux"] + 0.1}
+    assert lambdas[:4] == [[str(w), "2", f"{loss + 0.15:.4f} ± 0.0707"] for w, loss in losses.items()]
+    assert text.count("### Lambda") == text.count("### Schedule") == 1  # where it varies, at one width
+    schedule = text[text.index("### Schedule") :].split("## n_embd")[0]
+    assert "| internal | 300 | 0.0 | 2 |" in schedule and "| internal | 400 | 0.0 | 2 |" in schedule and "internal_aux |" not in schedule
+    assert (tmp_path / "out/schedule_1.png").exists()
     steps = table(text, "The gap against")
     assert len(steps["internal_aux"]) == 2 and steps["coupled"] == ["-", "-"]
 
