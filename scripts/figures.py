@@ -80,6 +80,7 @@ class Figures:
         """Write NAME.png with one legend below the axes; returns the markdown that shows it."""
         if legend_from is not None:
             handles, labels = legend_from.get_legend_handles_labels()
+            columns = max(1, min(columns, 95 // (10 + max(map(len, labels), default=0))))  # what fits below the axes
             fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
         with atomic_write(self.out / f"{name}.png") as f:
             fig.savefig(f, format="png")
@@ -163,22 +164,25 @@ class Figures:
         return self.save(fig, name, axes[0])
 
     def study(self, name: str, label: str, panels: list, log: bool = True) -> str:
-        """panels: (y label, {curve: [(x, values)]}, level): points with bands over a knob, and a dashed level to compare with."""
+        """panels: (y label, {curve: [(x, values)]}, level): means and bars over a knob, and a level to compare with."""
         fig, axes = self.axes(1, len(panels), 2.9)
         for ax, (y_label, curves, level) in zip(axes, panels, strict=True):
+            ticks = sorted({float(x) for points in curves.values() for x, _ in points})
             for i, (curve_name, points) in enumerate(curves.items()):
-                x, rows = np.array([p[0] for p in points]), [np.asarray(p[1], float) for p in points]
+                x, rows = np.array([p[0] for p in points], float), [np.asarray(p[1], float) for p in points]
                 colour, line = STYLE.get(curve_name, list(STYLE.values())[1 + i % 5])
                 mean = np.array([r.mean() for r in rows])
                 low, high = np.array([np.percentile(r, (2.5, 97.5)) for r in rows]).T
                 n = "-".join(str(v) for v in sorted({min(map(len, rows)), max(map(len, rows))}))
-                ax.errorbar(x, mean, (mean - low, high - mean), color=colour, linestyle=line, marker="o", markersize=4, capsize=3,
+                aside = 0.015 * (i - (len(curves) - 1) / 2)  # beside each other, so that no bar hides another
+                at = x * (ticks[-1] / ticks[0]) ** aside if log else x + (ticks[-1] - ticks[0]) * aside
+                ax.errorbar(at, mean, (mean - low, high - mean), color=colour, linestyle=line, marker="o", markersize=4, capsize=3,
                             label=f"{curve_name} (n={n})")  # fmt: skip
                 self.points += [(f"{name}: {y_label}", curve_name, *row) for row in zip(x, mean, low, high, map(len, rows), strict=True)]
-                if log and x.min() > 0:
-                    ax.set_xscale("log")
-                    ax.set_xticks(x, [f"{v:g}" for v in x], minor=False)
-                    ax.minorticks_off()
+            if log:
+                ax.set_xscale("log")
+            ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
+            ax.minorticks_off()
             if level is not None:
                 ax.axhline(level, color="black", linestyle=":", linewidth=1)
             ax.set(xlabel=label, ylabel=y_label)

@@ -297,7 +297,7 @@ def lambda_study(figures: Figures, name: str, group: list[Run], options: list[st
                                                           ("logits/l2", logits, None)])  # fmt: skip
     head = ["variant", "lambda", "n", "val/loss", "gap by pairs, % (pairs)", "s/mean", "s/target", "s off target, %", "logits/l2"]
     note = "At the last step. Points: means over seeds; bars: 2.5 to 97.5 percentiles; dotted: the baseline's loss, and no drift."
-    return ["### Lambda", "", markdown(head, table), "", picture, "", note, ""]
+    return [markdown(head, table), "", picture, "", note, ""]
 
 
 def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[str], base: list[Run]) -> list[str]:
@@ -314,7 +314,7 @@ def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[st
             if over and (gaps := paired(same, base)):
                 curves[", ".join(label)].append((same[0].settings[over], gaps))
     head = ["variant", *knobs, "lambda", "n", "val/loss", "gap, %", "gap by pairs, % (pairs)"]
-    text = ["### Schedule of the taper", "", markdown(head, table), ""]
+    text = [markdown(head, table), ""]
     panel = ("gap to baseline by pairs, %", {label: sorted(points) for label, points in curves.items()}, 0)
     return [*text, figures.study(name, f"{over}, optimizer step", [panel], log=False), ""] if curves else text
 
@@ -358,7 +358,7 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
     by_steps = {steps: runs for (steps,), runs in split(group, ["max_iters"]).items()}
     rows_at = {steps: main_rows(runs, options) for steps, runs in by_steps.items()}
     chosen = max(rows_at, key=lambda n: (sum(map(len, rows_at[n].values())), n))
-    rows, here, seeds = rows_at[chosen], by_steps[chosen], sorted({r.seed for r in by_steps[chosen]})
+    rows, seeds = rows_at[chosen], sorted({r.seed for r in by_steps[chosen]})
     text = [f"## {title}", ""]
     for steps in rows_at:
         told = [f"{v}: {knobs_text(r[0].point, options)}" for v, r in rows_at[steps].items() if r and knobs_text(r[0].point, options)]
@@ -399,10 +399,12 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
              "### CBWC against LayerNorm and RMSNorm, val/loss by seed", "", equality_table(rows), ""]  # fmt: skip
     if len(rows_at) > 1:
         text += steps_study(figures, f"steps{tag}", rows_at)
-    if "aux_weight" in (vary := varying(here)):
-        text += lambda_study(figures, f"lambda{tag}", here, options, rows["baseline"])
-    if schedule := [o for o in options if o in vary and o != "aux_weight"]:
-        text += schedule_study(figures, f"schedule{tag}", here, schedule, rows["baseline"])
+    for steps, runs in by_steps.items():
+        vary, base, name = varying(runs), rows_at[steps]["baseline"], f"_{steps}{tag}"
+        if "aux_weight" in vary:
+            text += [f"### Lambda, {steps:,} steps", "", *lambda_study(figures, f"lambda{name}", runs, options, base)]
+        if schedule := [o for o in options if o in vary and o != "aux_weight"]:
+            text += [f"### Schedule of the taper, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", runs, schedule, base)]
     return text
 
 

@@ -192,7 +192,7 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
     assert text.count("### Lambda") == text.count("### Schedule") == 1  # where it varies, at one width
     schedule = text[text.index("### Schedule") :].split("## n_embd")[0]
     assert "| internal | 300 | 0.0 | 2 |" in schedule and "| internal | 400 | 0.0 | 2 |" in schedule and "internal_aux |" not in schedule
-    assert (tmp_path / "out/schedule_1.png").exists()
+    assert (tmp_path / "out/schedule_400_1.png").exists()
     steps = table(text, "The gap against")
     assert len(steps["internal_aux"]) == 2 and steps["coupled"] == ["-", "-"]
 
