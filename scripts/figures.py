@@ -3,6 +3,7 @@
 Runs are anything with a `seed`, `settings`, `lines` (of metrics.jsonl) and `series(metric)` -> {step: value}. Needs matplotlib.
 """
 
+import csv
 import math
 import sys
 from pathlib import Path
@@ -81,11 +82,17 @@ class Figures:
         if legend_from is not None:
             handles, labels = legend_from.get_legend_handles_labels()
             columns = max(1, min(columns, 95 // (10 + max(map(len, labels), default=0))))  # what fits below the axes
+            fig.set_figheight(fig.get_figheight() + 0.19 * max(0, -(-len(labels) // columns) - 2))
             fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
         with atomic_write(self.out / f"{name}.png") as f:
             fig.savefig(f, format="png")
         self.plt.close(fig)
         return f"![{name}]({name}.png)"
+
+    def write(self, name: str, rows: list):
+        """Write rows as a CSV file."""
+        with atomic_write(self.out / name, "w") as f:
+            csv.writer(f, lineterminator="\n").writerows(rows)
 
     def panels(self, name: str, specs: list, rows: dict, variants, columns: int = 2, height: float = 3.2) -> str:
         """A figure of metrics over steps. specs: (title, metric, y label, whether it is the difference to the baseline's)."""
