@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ROOT, BadInput, Config, Count, atomic_write, one_line_errors, parse
 from data import open_corpus
-from model import ModelConfig, ModelError, Transformer, exports
+from model import ModelError, Transformer, exports
 from scripts.figures import Figures
-from scripts.sweep import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, identity, tail
+from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, identity, model_config, tail
 
 TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
@@ -110,7 +110,7 @@ def load(folder: Path) -> Run:
         if set(s) != {f.name for f in fields(Config)}:
             raise KeyError("settings")
         run = Run(folder, variant_of(s), s, point_of(head), head, lines)
-        model = ModelConfig(**{f.name: s[f.name] for f in fields(ModelConfig) if s.get(f.name) is not None})
+        model = model_config(s)
         last, end = (lines[-1] if lines else {"iter": 0}), s["max_iters"]
         if last["iter"] < end:
             said = [line for line in tail(f"{folder}.log") if "non-finite" in line][-1:]  # what the sweep kept of it
@@ -132,8 +132,8 @@ def collect(paths: list[str]) -> tuple[list[Run], dict[str, str]]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise BadInput(f"no folder {path}; name run folders, or folders of runs")
-        marks = ("metrics.jsonl", "config.json", "ckpt.pt")
-        for folder in [path] if any((path / m).exists() for m in marks) else sorted(p for p in path.iterdir() if p.is_dir()):
+        itself = any((path / mark).exists() for mark in ("metrics.jsonl", "config.json", "ckpt.pt"))
+        for folder in [path] if itself else sorted(p for p in path.iterdir() if p.is_dir()):
             try:
                 run = load(folder)
                 key = (identity({**run.settings, "dataset": None}), run.point["corpus"], run.point["device"])
@@ -212,8 +212,7 @@ def stream_rms(run: Run, tokens: int) -> np.ndarray | str:
         model = Transformer.load(path)
     except (BadInput, ModelError) as e:
         return str(e)
-    length = run.settings["block_size"]
-    count = max(1, min(tokens, len(val)) // length)
+    count = max(1, min(tokens, len(val)) // (length := run.settings["block_size"]))
     idx = torch.from_numpy(val[: count * length].copy()).view(count, length).long() & 0xFFFF
     before, found = [], []  # the stream of the block at work; a pair per block
 
@@ -237,8 +236,7 @@ def stream_rms(run: Run, tokens: int) -> np.ndarray | str:
 
 def markdown(head: list[str], rows: list[list]) -> str:
     """A table, its first column to the left and the others to the right."""
-    lines = [head, [":---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, [":---"] + ["---:"] * (len(head) - 1), *rows])
 
 
 def gap_cells(runs: list[Run], base: list[Run]) -> list[str]:
@@ -257,8 +255,8 @@ def speed_cell(runs: list[Run]) -> str:
 def main_table(rows: dict[str, list[Run]]) -> str:
     base, table = rows["baseline"], []
     for v, runs in rows.items():
-        bpb = [r.lines[-1]["val/bpb"] for r in runs]
-        table.append([v, len(runs), spread([r.loss for r in runs]), spread(bpb), *gap_cells(runs, base), PAPER.get(v, "-")])
+        losses = (spread([r.lines[-1][name] for r in runs]) for name in ("val/loss", "val/bpb"))
+        table.append([v, len(runs), *losses, *gap_cells(runs, base), PAPER.get(v, "-")])
     return markdown(["variant", "n", "val/loss, nats/token", "val/bpb", "gap, %", "gap by pairs, % (pairs)", "paper's gap, %"], table)
 
 
@@ -365,12 +363,12 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
         text += [f"### Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)", "", main_table(rows_at[steps]), ""]
         text += [f"Of several settings the table holds {'; '.join(told)}.", ""] if told else []
     text += ["mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the same batches.",
-             "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps: the same in kind, no more.", "",
+             "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps; alike in kind.", "",
              f"The figures: {chosen:,} steps, seeds {', '.join(map(str, seeds))}. A line is the mean over seeds, a band their 2.5 to 97.5 "
              "percentiles, interpolated between the runs (of three seeds nearly the range). Running mean over a fiftieth of the run. "
              "Axes are fitted to what follows the first twentieth of it; spikes leave the frame.", ""]  # fmt: skip
+    specs = [(title, "train/ce", "nats per token", less) for title, less in (("Training loss", False), ("less the baseline's", True))]
     for family, which in ((TAPERS, "tapers"), (OTHERS, "others")):
-        specs = [("Training loss", "train/ce", "nats per token", False), ("less the baseline's", "train/ce", "nats per token", True)]
         text += ["### Training loss" + (" (TaperNorm's Figure 2)" if which == "tapers" else ", other norms"), "",
                  figures.panels(f"loss_{which}{tag}", specs, rows, family), ""]  # fmt: skip
     specs = [("Norm of the logits", "logits/l2", "mean l2 norm", False), ("Scale of the last stream", "s/mean", "mean s(h)", False)]
@@ -379,13 +377,10 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
     specs = [(kind, f"grad/{kind}", "gradient norm" if i % 3 == 0 else "", False) for i, kind in enumerate(kinds)]
     text += ["### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)", "",
              figures.panels(f"gradients{tag}", specs, rows, TAPERS, 3, 4.6), ""]  # fmt: skip
-    for v in ("internal_aux", "all_aux", "internal", "all"):
-        if rows.get(v):
-            text += ["### Calibration, gate and learning rate", "", figures.calibration(f"calibration{tag}", v, rows[v]), ""]
-            break
+    if v := next((v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]), None):
+        text += ["### Calibration, gate and learning rate", "", figures.calibration(f"calibration{tag}", v, rows[v]), ""]
     residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
-    text += residual
-    speeds = []
+    text, speeds = text + residual, []
     for v in ("baseline", "coupled", "layernorm", "cbwc"):
         cells = [spread([r.loss for r in rows[v]]), gap_cells(rows[v], rows["baseline"])[1], speed_cell(rows[v]), alphas.get(v, "-")]
         speeds.append([v, len(rows[v]), *cells])
@@ -407,7 +402,7 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
 
 def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> list[str]:
     """What the numbers are made of."""
-    heads = [r.head for r in runs]
+    heads, lambdas = [r.head for r in runs], sorted({r.settings["aux_weight"] for r in runs} - {0})
     shared = {n: v for n, v in runs[0].settings.items() if n not in SKIP | set(differ) and all(r.settings[n] == v for r in runs)}
     names = ("torch", "numpy", "python", "device", "threads", "commit")
     versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in names}
@@ -417,7 +412,7 @@ def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> li
               f"{c['vocab_size']:,}, tokenizer sha256 {sha[:12]}" for sha, c in corpora.items()),
             f"- Shared settings: {', '.join(f'{n}={v}' for n, v in shared.items())}",
             f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
-            f"- Lambda of the anchored variants: {', '.join(str(w) for w in sorted({r.settings['aux_weight'] for r in runs}) if w) or '-'}",
+            f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
             f"- Parameters: {', '.join(sorted({format(h['parameters'], ',') for h in heads}))}",
             f"- Versions: {'; '.join(f'{n} {v}' for n, v in versions.items())}",
             f"- Runs used: {len(runs)}; left out: {len(left_out)}"]  # fmt: skip

@@ -19,7 +19,7 @@ from config import Config
 from data import prepare
 from model import ModelConfig, exports
 from scripts import report
-from scripts.sweep import VARIANTS
+from scripts.runs import VARIANTS
 from tests.conftest import VARIANTS as MODELS
 from tests.conftest import tiny
 

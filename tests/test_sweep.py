@@ -17,7 +17,7 @@ import pytest
 
 from config import Config, hold_folder, parse
 from data import prepare
-from scripts import sweep
+from scripts import runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=40", "--device=cpu"]
@@ -95,7 +95,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def runs_of(*argv, variants=None, out="out") -> dict[str, sweep.Run]:
+def runs_of(*argv, variants=None, out="out") -> dict[str, runs.Run]:
     axes = {flag[2:].split("=")[0]: flag.split("=")[1].split(",") for flag in argv}
     return {r.name: r for r in sweep.grid(sweep.Sweep(out=out, variants=variants), [], axes)}
 
@@ -247,14 +247,14 @@ def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
     argv = [*TINY, "--max_iters=1000", "--variants=baseline,internal", "--jobs=2", f"--out={tmp_path}/out"]
     process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
     wait_for(lambda: all((f / "metrics.jsonl").exists() and (f / "metrics.jsonl").read_text() for f in folders))
-    assert all(map(sweep.held, folders))
+    assert all(map(runs.held, folders))
     process.send_signal(signum)
     error = process.communicate(timeout=20)[1]
     if signum == signal.SIGINT:
         assert process.returncode == 130 and "Go on with: python" in error
     elif not sys.platform.startswith("linux"):
         pytest.skip("elsewhere a killed sweep cannot take its runs with it")
-    wait_for(lambda: not any(map(sweep.held, folders)))
+    wait_for(lambda: not any(map(runs.held, folders)))
     for pid in {lines(f)[0]["pid"] for f in folders}:
         wait_for(
             lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0]
@@ -272,10 +272,10 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
     common = [*TINY, f"--dataset={corpus}", "--log_interval=10", "--ckpt_interval=1000", "--threads=1"]
     argv = [*common, "--variants=internal_aux", "--seed=1", f"--out={tmp_path / 'out'}", "--max_iters=300"]
     process, run = launch(*argv), tmp_path / "out/internal_aux-seed1"
-    wait_for(lambda: sweep.Run("", run, [], {}).seen().get("iter", 0) >= 10)
+    wait_for(lambda: runs.Run("", run, [], {}).seen().get("iter", 0) >= 10)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
-    assert process.returncode == 130 and 10 <= sweep.Run("", run, [], {}).seen()["iter"] < 300 and not (run / "folded.pt").exists()
+    assert process.returncode == 130 and 10 <= runs.Run("", run, [], {}).seen()["iter"] < 300 and not (run / "folded.pt").exists()
     assert run_sweep(monkeypatch, *argv, "--print") == 0
     (resume,) = capsys.readouterr().out.splitlines()
     assert resume.endswith("--init_from=resume")
