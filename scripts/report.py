@@ -404,8 +404,7 @@ def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> li
     """What the numbers are made of."""
     heads, lambdas = [r.head for r in runs], sorted({r.settings["aux_weight"] for r in runs} - {0})
     shared = {n: v for n, v in runs[0].settings.items() if n not in SKIP | set(differ) and all(r.settings[n] == v for r in runs)}
-    names = ("torch", "numpy", "python", "device", "threads", "commit")
-    versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in names}
+    versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in heads[0]["versions"]}
     corpora = {h["corpus"]["tokenizer_sha256"]: h["corpus"] for h in heads}
     text = ["# Report", "", "    " + shlex.join(["python", *sys.argv]), "",
             *(f"- Corpus: {c['source']}; {c['train_tokens']:,} tokens for training, {c['val_tokens']:,} held out, vocabulary "
@@ -424,8 +423,7 @@ def main():
     if not paths:
         raise BadInput("name run folders, or folders of runs: python scripts/report.py out/small --out=results/small")
     runs, left_out = collect(paths)
-    out = Path(k.out)
-    figures = Figures(out)
+    figures = Figures(out := Path(k.out))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
