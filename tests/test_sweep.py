@@ -1,0 +1,291 @@
+"""The sweep: the grid it makes of a command line, what it refuses, and what it does when runs end, fail, hang on or are killed.
+
+Most runs here are a stand-in for train.py that writes the same files in no time; two tests use the real one.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config import Config, hold_folder, parse
+from data import prepare
+from scripts import runs, sweep
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=40", "--device=cpu"]
+
+# Writes what train.py writes, takes .05 s a step after the first, and fails with seed 13.
+STAND_IN = """
+import json, os, signal, sys, time
+from dataclasses import asdict
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from config import Config, hold_folder, one_line_errors, parse
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+cfg, _, _ = parse(Config, sys.argv[1:], files=True)
+cfg.resolve()
+with one_line_errors(), hold_folder(cfg.out_dir) as out:
+    resumed = (out / "ckpt.pt").exists()
+    assert resumed == (cfg.init_from == "resume")
+    (out / "ckpt.pt").touch()
+    (out / "config.json").write_text(json.dumps(asdict(cfg)))
+    for step in range(1, cfg.max_iters + 1):
+        with open(out / "metrics.jsonl", "a") as f:
+            last = {{"val/loss": 2.5}} if step == cfg.max_iters else {{}}
+            line = {{"iter": step, "resumed": resumed, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], **last}}
+            f.write(json.dumps(line) + "\\n")
+        if cfg.seed == 13:
+            print("all is well")
+            print("train.py: step 1: the sky fell", file=sys.stderr)
+            sys.exit(3)
+        time.sleep(0.05 * (step < cfg.max_iters))
+    for name in ("model.pt", "unfused.pt", "folded.pt"):
+        (out / name).touch()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch) -> Path:
+    """A train.py that takes no time, in a repository root of its own."""
+    (tmp_path / "root").mkdir()
+    path = tmp_path / "root/train.py"
+    path.write_text(STAND_IN.format(root=str(ROOT)))
+    monkeypatch.setattr(sweep, "ROOT", path.parent)
+    monkeypatch.setattr(sweep, "POLL_S", 0.02)
+    return path
+
+
+def run_sweep(monkeypatch, *argv) -> int:
+    """Exit status of sweep.py in this process."""
+    monkeypatch.setattr(sys, "argv", ["scripts/sweep.py", *map(str, argv)])
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with sweep.one_line_errors(sweep.ModelError):
+            return sweep.main()
+    except SystemExit as e:
+        return e.code
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+
+
+def launch(*argv, train: Path | None = None) -> subprocess.Popen:
+    """sweep.py in a process of its own, over `train` if given."""
+    change = f"sweep.ROOT = sweep.Path({str(train.parent)!r}); " if train else ""
+    code = f"import sys; from scripts import sweep; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], cwd=ROOT, text=True, stderr=subprocess.PIPE)
+
+
+def wait_for(condition, seconds: float = 30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def runs_of(*argv, variants=None, out="out") -> dict[str, runs.Run]:
+    axes = {flag[2:].split("=")[0]: flag.split("=")[1].split(",") for flag in argv}
+    return {r.name: r for r in sweep.grid(sweep.Sweep(out=out, variants=variants), [], axes)}
+
+
+# --- the grid
+
+
+def test_every_variant_with_every_seed():
+    runs = runs_of("--seed=1,2", variants=tuple(sweep.VARIANTS))
+    assert set(runs) == {f"{v}-seed{s}" for v in sweep.VARIANTS for s in (1, 2)}
+    for variant, (norm, taper, anchored) in sweep.VARIANTS.items():
+        s = runs[f"{variant}-seed2"].settings
+        assert (s["norm"], s["taper"], s["aux_weight"], s["seed"]) == (norm, taper, 0.1 if anchored else 0.0, 2)
+
+
+def test_the_commands_give_the_settings():
+    for run in runs_of("--n_embd=32,64", "--learning_rate=1e-3,0.01", variants=("internal_aux", "cbwc")).values():
+        got = parse(Config, sweep.command(run, "new")[2:], files=True)[0].resolve()
+        assert {**run.settings, "out_dir": str(run.folder)} == vars(got)
+
+
+def test_lambda_is_an_axis_of_the_anchored_variants_alone():
+    runs = runs_of("--aux_weight=0.1,1,10", "--seed=1", variants=("baseline", "all", "all_aux"))
+    assert {n: r.settings["aux_weight"] for n, r in runs.items()} == {
+        "baseline-seed1": 0, "all-seed1": 0, "all_aux-aux_weight0.1-seed1": 0.1,
+        "all_aux-aux_weight1.0-seed1": 1, "all_aux-aux_weight10.0-seed1": 10,
+    }  # fmt: skip
+
+
+def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
+    runs = runs_of("--gate_end=500,1000", "--max_iters=1000", variants=("baseline", "final", "coupled"))
+    assert sorted(runs) == ["baseline", "coupled", "final-gate_end1000", "final-gate_end500"]
+
+
+def test_plain_knobs_make_a_grid_without_variants():
+    runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4")
+    assert {(r.settings["taper"], r.settings["aux_weight"], r.settings["batch_size"]) for r in runs.values()} == {
+        (t, a, 4) for t in ("internal", "all") for a in (0, 0.1)
+    }
+    assert len(runs) == 4
+
+
+def test_equal_values_are_one_run():
+    assert len(runs_of("--learning_rate=1e-3,0.001")) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--lerning_rate=1"], "did you mean 'learning_rate'"),
+        (["--seed=1,x"], "seed must be an int"),
+        (["--seed=1,"], "seed must be an int"),
+        (["--seed"], "written --key=value"),
+        (["--variants=baseline,intrenal"], "variants must be"),
+        (["--jobs=0"], "jobs must be"),
+        (["--out_dir=x"], "--out"),
+        (["--init_from=resume"], "--out"),
+        (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
+        (["--variants=baseline,all", "--aux_weight=1"], "has none"),
+        (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
+        (["--n_head=16,7"], "n_head=7: n_embd=512 must be a multiple"),
+        (["--variants=internal", "--gate_end=20000"], "gate_end"),
+        (["--norm=coupled,rmsnorm", "--taper=internal"], "norm=coupled"),
+        (["no_such_file.py"], "no config file"),
+    ],
+)  # fmt: skip
+def test_refused_before_anything_starts(argv, says, tmp_path, monkeypatch, capsys):
+    assert run_sweep(monkeypatch, *argv, f"--out={tmp_path / 'out'}") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and says in error and not (tmp_path / "out").exists()
+
+
+def test_print_writes_commands_a_shell_can_run(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "it's a folder"
+    argv = [*TINY, "--variants=baseline,all", "--seed=1,2", f"--dataset={out}", f"--out={out}"]
+    assert run_sweep(monkeypatch, *argv, "--print", "--threads=3") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and not out.exists()
+    split = subprocess.run(["sh", "-c", f"printf '%s\\n' {printed[0]}"], capture_output=True, text=True, check=True).stdout
+    assert split.splitlines() == shlex.split(printed[0])
+    env, threads, python, train, *flags = shlex.split(printed[0])
+    assert (env, threads, python, Path(train)) == ("env", "OMP_NUM_THREADS=3", sys.executable, ROOT / "train.py")
+    assert Path(parse(Config, flags)[0].out_dir) == out / "baseline-seed1"
+
+
+# --- runs that end, fail, hang on
+
+
+def test_runs_once_and_reports_a_failure(stand_in, tmp_path, monkeypatch, capsys):
+    argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", "--seed=13,1", f"--out={tmp_path / 'out'}", "--jobs=2", "--threads=1"]
+    assert run_sweep(monkeypatch, *argv) == 1
+    said = capsys.readouterr()
+    for name in ("baseline-seed13", "internal-seed13"):
+        log = tmp_path / f"out/{name}.log"
+        assert f"{name} failed with exit status 3: train.py: step 1: the sky fell ({log})" in said.err and f"not {name}" in said.out
+        assert "all is well" in log.read_text()
+    assert "2 of 4 runs are finished" in said.out and "internal-seed1 finished, val/loss 2.5000" in said.err
+    done = lines(tmp_path / "out/baseline-seed1")
+    assert [x["iter"] for x in done] == [1, 2] and {x["threads"] for x in done} == {"1"}
+
+    assert run_sweep(monkeypatch, *argv[:-3], "--seed=1,2", *argv[-3:]) == 0  # one more seed, one fewer
+    assert lines(tmp_path / "out/baseline-seed1") == done and lines(tmp_path / "out/baseline-seed2")
+    assert len(json.loads((tmp_path / "out/sweep.json").read_text())) == 2
+
+
+def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path, monkeypatch):
+    argv = [*TINY, f"--out={tmp_path}/out", "--variants=baseline"]
+    assert run_sweep(monkeypatch, *argv, "--max_iters=1") == 0
+    assert run_sweep(monkeypatch, *argv, "--max_iters=1,2") == 0
+    assert sorted(p.name for p in (tmp_path / "out").glob("*/")) == ["baseline", "baseline-max_iters2"]
+
+
+def test_resumes_what_lacks_an_export_or_steps(stand_in, tmp_path, monkeypatch):
+    argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, *argv) == 0
+    (tmp_path / "out/internal/folded.pt").unlink()
+    metrics = tmp_path / "out/baseline/metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"iter": 2, "val/lo')
+    assert run_sweep(monkeypatch, *argv) == 0
+    assert lines(tmp_path / "out/internal")[-1]["resumed"] and "resumed" in metrics.read_text().splitlines()[-1]
+
+
+def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, capsys):
+    argv = [*TINY, "--variants=baseline,internal,all,final", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, *argv, "--max_iters=1", "--gate_start=1", "--gate_end=1") == 2  # no room for a gate: nothing ran
+    assert run_sweep(monkeypatch, *argv[:-2], "--variants=baseline", argv[-1], "--max_iters=1") == 0
+    before = (tmp_path / "out/baseline/metrics.jsonl").read_bytes()
+    (tmp_path / "out/all").mkdir()
+    (tmp_path / "out/all/config.json").write_text("{}")
+    capsys.readouterr()
+    with hold_folder(tmp_path / "out/internal"):
+        (tmp_path / "out/internal/ckpt.pt").touch()
+        assert run_sweep(monkeypatch, *argv, "--max_iters=2") == 1
+    said = capsys.readouterr()
+    assert "baseline holds a run of other settings (max_iters=1, not 2)" in said.err
+    assert "internal is running elsewhere" in said.err and "all holds a run of other settings (another version's)" in said.err
+    assert "final finished" in said.err and "1 of 4" in said.out
+    assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
+
+
+def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
+    with hold_folder(tmp_path / "out"):
+        assert run_sweep(monkeypatch, *TINY, f"--out={tmp_path}/out") == 2
+    assert "another --out\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
+    argv = [*TINY, "--max_iters=1000", "--variants=baseline,internal", "--jobs=2", f"--out={tmp_path}/out"]
+    process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
+    wait_for(lambda: all((f / "metrics.jsonl").exists() and (f / "metrics.jsonl").read_text() for f in folders))
+    assert all(map(runs.held, folders))
+    process.send_signal(signum)
+    error = process.communicate(timeout=20)[1]
+    if signum == signal.SIGINT:
+        assert process.returncode == 130 and "Go on with: python" in error
+    elif not sys.platform.startswith("linux"):
+        pytest.skip("elsewhere a killed sweep cannot take its runs with it")
+    wait_for(lambda: not any(map(runs.held, folders)))
+    for pid in {lines(f)[0]["pid"] for f in folders}:
+        wait_for(
+            lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0]
+        )
+
+
+# --- with the real train.py
+
+
+def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch, capsys):
+    text, corpus = Path(argparse.__file__).read_text(), tmp_path / "corpus"
+    corpus.mkdir()
+    prepare(lambda: [(text, True)], lambda: [(text[:3000], True)], corpus, 400, "a module")
+    capsys.readouterr()
+    common = [*TINY, f"--dataset={corpus}", "--log_interval=10", "--ckpt_interval=1000", "--threads=1"]
+    argv = [*common, "--variants=internal_aux", "--seed=1", f"--out={tmp_path / 'out'}", "--max_iters=300"]
+    process, run = launch(*argv), tmp_path / "out/internal_aux-seed1"
+    wait_for(lambda: runs.Run("", run, [], {}).seen().get("iter", 0) >= 10)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130 and 10 <= runs.Run("", run, [], {}).seen()["iter"] < 300 and not (run / "folded.pt").exists()
+    assert run_sweep(monkeypatch, *argv, "--print") == 0
+    (resume,) = capsys.readouterr().out.splitlines()
+    assert resume.endswith("--init_from=resume")
+    assert run_sweep(monkeypatch, *argv) == 0
+    assert run_sweep(monkeypatch, *argv) == 0
+    assert "was finished before" in capsys.readouterr().err
+
+    whole = tmp_path / "whole"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    flags = [w for w in shlex.split(resume)[4:] if not w.startswith(("--out_dir", "--init_from"))]
+    subprocess.run([sys.executable, ROOT / "train.py", *flags, f"--out_dir={whole}"], check=True, env=env, capture_output=True)
+    kept = [[{k: v for k, v in line.items() if "perf" not in k} for line in lines(f)[1:]] for f in (run, whole)]
+    assert kept[0] == kept[1]
