@@ -1,0 +1,20 @@
+# A TinyStories run for two CPU cores, minutes long: Internal-Taper with the anchor on 0.34 M parameters. The sweeps in
+# results/tinystories_small start from it. The corpus has 2,048 token ids:
+#   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k [--text=... --val_text=...]
+
+from config.taper_30m import *
+
+out_dir = "out/tinystories_small"
+dataset = "tinystories_2k"
+
+n_layer = 4
+n_head = 4
+n_embd = 64
+block_size = 128
+
+max_iters = 2000  # 16 * 128 = 2,048 tokens a step, 4.1 M in all
+learning_rate = 1e-3
+
+eval_interval = 500
+log_interval = 10
+ckpt_interval = 500
