@@ -47,6 +47,7 @@ from model import (
     sample_token,
     stream_scale,
 )
+from scripts.peers import as_llama
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in a random net.
 EXACT = 1e-12
@@ -136,47 +137,14 @@ def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied):
 # against Hugging Face's Llama
 
 
-def as_llama(model):
-    """transformers' LlamaForCausalLM with the weights of a plain RMSNorm model."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
-    c = model.config
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.hidden, num_hidden_layers=c.n_layer,
-            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_base,
-            max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, attention_bias=False, mlp_bias=False,
-            hidden_act="silu", attn_implementation="eager",
-        )
-    ).eval()  # fmt: skip
-    assert llama.config.rope_parameters["rope_theta"] == c.rope_base if hasattr(llama.config, "rope_parameters") else True
-    state = {"model.embed_tokens.weight": model.tok_emb.weight, "model.norm.weight": model.norm_final.weight}
-    for i, b in enumerate(model.blocks):
-        q, k, v = b.attn.qkv.weight.split([c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim])
-        gate, up = b.mlp.gate_up.weight.chunk(2)
-        state |= {
-            f"model.layers.{i}.{name}.weight": w
-            for name, w in {
-                "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": b.attn.proj.weight,
-                "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": b.mlp.down.weight,
-                "input_layernorm": b.norm_attn.weight, "post_attention_layernorm": b.norm_mlp.weight,
-            }.items()
-        }  # fmt: skip
-    state["lm_head.weight"] = model.tok_emb.weight if model.lm_head is None else model.lm_head.weight
-    with torch.no_grad():
-        theirs = llama.state_dict()
-        assert set(theirs) == set(state)
-        for name, t in theirs.items():
-            t.copy_(state[name])
-    return llama
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("rope_base", [10000.0, 50.0])
 def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base):
     # std 0.12: attention is neither uniform nor one-hot, so a wrong angle or a wrong head shows
     model = tiny("rmsnorm", dtype=torch.float32, std=0.12, n_kv_head=n_kv_head, tie_embeddings=tied, rope_base=rope_base, block_size=32)
-    llama, text = as_llama(model), tokens(2, 32, seed=3)
+    pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
+    llama, text = as_llama(model, attention="eager"), tokens(2, 32, seed=3)
     with torch.no_grad():
         theirs = llama(text)
         # float32, 2 layers: rounding of 6e-8 per operation over sums of 64 terms, in another order

@@ -1,15 +1,47 @@
 """The scripts run, on sizes that take no time."""
 
+import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_parts_prints_its_tables(monkeypatch, capsys):
-    flags = ["--n_embd=8", "--vocab_size=300", "--tokens=512", "--head_dim=4", "--block_size=16", "--batch_size=1", "--iters=2"]
+    flags = ["--loss_embd=8", "--loss_vocab=300", "--tokens=600", "--head_dim=4", "--heads=2", "--window=16", "--n_embd=16"]
+    flags += ["--block_size=16", "--batch_size=1", "--iters=2"]
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/parts.py"), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
     out = capsys.readouterr().out
-    assert out.count("plain") == 2 + ("bfloat16" in out) and "| n_embd 8 |" in out and "| head_dim 4 |" in out and "| 1 x 256 |" in out
+    tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms")
+    assert all(title in out for title in tables)
+    for name in ("plain, bfloat16", "attend, bfloat16", "taper, blend", "cbwc"):
+        assert f"\n| {name} | " in out
+
+
+SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2", "--seq=16", "--new_tokens=4"]
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+def test_peers_times_llama_beside_us(mode):
+    pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
+    command = [sys.executable, "scripts/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32", "--compiled=False", "--iters=2"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    names = {r["name"] for r in report["rows"]}
+    assert names > {"nanonorm float32", "HF float32"}
+    assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in report["rows"])
+    assert "greedy tokens are the same" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "flag, said", [("--nanogpt=nowhere", "clone nanoGPT"), ("--out=no/folder.json", "does not exist"), ("x", "nothing to name")]
+)
+def test_peers_bad_input_is_one_line(flag, said):
+    run = subprocess.run([sys.executable, "scripts/peers.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and said in run.stderr and run.stderr.count("\n") == 1 and not run.stdout

@@ -1,0 +1,316 @@
+"""The same work in this repository and in its peers, side by side: a training step, a prefill, decoding.
+
+    python scripts/peers.py                                  # a training step against Hugging Face's Llama
+    python scripts/peers.py --nanogpt=../nanoGPT             # ... and against the model.py of a nanoGPT checkout
+    python scripts/peers.py --mode=decode                    # a token at a time, the same weights; or --mode=prefill
+
+Needs transformers. Each contestant is a process of its own, so that each has its own allocator settings, threads and
+peak memory; they take turns, one at work at a time, once a round in a fresh random order. A ratio is the median
+over rounds of (theirs / ours, best), both of the same round, with its quartiles: above 1 they take longer.
+Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
+
+"HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
+gradient clipping. "HF tuned" is the same with this repository's one setting outside the model, `keep_freed_memory`.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import random
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import machine
+from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
+from model import TOLERANCE, ModelConfig, Transformer
+from scripts.parts import training_step
+
+
+@dataclass
+class Peers:
+    """What is compared."""
+
+    mode: Literal["train", "prefill", "decode"] = "train"  # an optimizer step; last-token logits of a prompt; one more token
+    n_embd: tuple[Count, ...] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
+    dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")  # to train: of autocast; else of the weights
+    compiled: bool = True  # time torch.compile as well, ours and theirs (needs a C++ compiler; half a minute each)
+    nanogpt: str | None = None  # folder of a nanoGPT checkout, for mode=train
+    n_layer: Count = 8  # blocks
+    n_head: Count = 16  # attention heads
+    vocab_size: Count = 10_000  # token ids
+    block_size: Count = 512  # tokens of a training window
+    batch_size: Count = 8  # windows of a training step
+    seq: Count = 128  # tokens of the prompt, for prefill; decode starts from 8
+    new_tokens: Count = 32  # tokens that one round of decode adds
+    iters: Count = 9  # timed rounds, after one to warm up
+    seed: Whole = 1337  # of weights, tokens and the order in a round
+    out: str | None = None  # .json file for the numbers
+
+
+def transformers_or_refuse():
+    try:
+        import transformers
+    except ImportError:
+        raise BadInput("this compares with Hugging Face's Llama: pip install transformers") from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def as_llama(model: Transformer, attention: str = "sdpa"):
+    """transformers' LlamaForCausalLM with the weights of a plain RMSNorm model, in eval mode."""
+    transformers, c = transformers_or_refuse(), model.config
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.hidden, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base}, max_position_embeddings=c.block_size,
+        tie_word_embeddings=c.tie_embeddings, attention_bias=False, mlp_bias=False, hidden_act="silu",
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, attn_implementation=attention)).eval()  # fmt: skip
+    state = {"model.embed_tokens": model.tok_emb.weight, "model.norm": model.norm_final.weight, "lm_head": model.head()[0]}
+    for i, b in enumerate(model.blocks):
+        q, k, v = b.attn.qkv.weight.split([n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)])
+        gate, up = b.mlp.gate_up.weight.chunk(2)
+        ours = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": b.attn.proj.weight,
+                "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": b.mlp.down.weight,
+                "input_layernorm": b.norm_attn.weight, "post_attention_layernorm": b.norm_mlp.weight}  # fmt: skip
+        state |= {f"model.layers.{i}.{name}": w for name, w in ours.items()}
+    with torch.no_grad():
+        theirs = llama.state_dict()
+        if set(theirs) != {f"{name}.weight" for name in state}:
+            raise BadInput(
+                f"transformers {transformers.__version__} names Llama's weights otherwise; install the release in requirements-dev.txt"
+            )
+        for name, w in state.items():
+            theirs[f"{name}.weight"].copy_(w)
+    return llama
+
+
+# ---------------------------------------------------------------------------------------------------------
+# contestants: name -> () that does the work once
+
+
+def config_of(k: Peers, width: int) -> ModelConfig:
+    return ModelConfig(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head, n_embd=width)
+
+
+def seeded(k: Peers, width: int) -> Transformer:
+    torch.manual_seed(k.seed)
+    return Transformer(config_of(k, width))
+
+
+def autocast(dtype: str):
+    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+
+
+def corpus(k: Peers) -> torch.Tensor:
+    """A million random token ids."""
+    return torch.randint(k.vocab_size, (1_000_000,), generator=torch.Generator().manual_seed(k.seed)).to(torch.int16)
+
+
+def plain_step(model, loss, optimizer, k: Peers, dtype: str):
+    """The loop that tutorials show. loss(x, y): of inputs and targets (B, T)."""
+    tokens, rng = corpus(k).numpy(), np.random.default_rng(k.seed)
+
+    def step():
+        starts = rng.integers(len(tokens) - k.block_size, size=k.batch_size)
+        x, y = (torch.stack([torch.from_numpy(tokens[i + j : i + j + k.block_size].astype(np.int64)) for i in starts]) for j in (0, 1))
+        with autocast(dtype):
+            value = loss(x, y)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def train_ours(k, width, dtype, compiled):
+    model = seeded(k, width).train()
+    return training_step(model, corpus(k), k.batch_size, autocast(dtype), torch.compile(model) if compiled else model)
+
+
+def train_hf(k, width, dtype, compiled):
+    llama = as_llama(seeded(k, width)).train()
+    forward = torch.compile(llama) if compiled else llama
+    return plain_step(llama, lambda x, y: forward(input_ids=x, labels=x).loss, torch.optim.AdamW(llama.parameters(), lr=1e-4), k, dtype)
+
+
+def train_nanogpt(k, width, dtype, compiled):
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(k.nanogpt) / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    gpt = theirs.GPT(theirs.GPTConfig(block_size=k.block_size, vocab_size=k.vocab_size, n_layer=k.n_layer, n_head=k.n_head,
+                                      n_embd=width, dropout=0.0, bias=False))  # fmt: skip
+    optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), "cpu")
+    forward = torch.compile(gpt) if compiled else gpt
+    return plain_step(gpt, lambda x, y: forward(x, y)[1], optimizer, k, dtype)
+
+
+def prompt(k: Peers, length: int) -> torch.Tensor:
+    return torch.randint(k.vocab_size, (1, length), generator=torch.Generator().manual_seed(k.seed))
+
+
+def prefill_ours(k, width, dtype, compiled):
+    model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, k.seq)
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    return torch.inference_mode()(lambda: forward(idx, last_only=True))
+
+
+def prefill_hf(k, width, dtype, compiled):
+    llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, k.seq)
+    forward = torch.compile(llama, dynamic=False) if compiled else llama
+    return torch.inference_mode()(lambda: forward(idx, logits_to_keep=1, use_cache=False).logits)
+
+
+def decode_ours(k, width, dtype, compiled):
+    model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, 8)
+    return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=compiled)
+
+
+def decode_hf(k, width, dtype, static):
+    llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, 8)
+    options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=k.new_tokens, min_new_tokens=k.new_tokens, do_sample=False)
+    options |= {"cache_implementation": "static"} if static else {}
+    return lambda: llama.generate(idx, **options)
+
+
+def contestants(k: Peers) -> dict[str, tuple]:
+    """{name: (function that makes the step, dtype, compiled, whether freed memory is kept)}; ours first."""
+    found = {}
+    for dtype in k.dtype:
+        for compiled in (False, True) if k.compiled else (False,):
+            how = f" compiled {dtype}" if compiled else f" {dtype}"
+            ours, hf = {"train": (train_ours, train_hf), "prefill": (prefill_ours, prefill_hf), "decode": (decode_ours, None)}[k.mode]
+            found[f"nanonorm{how}"] = (ours, dtype, compiled, True)
+            if hf is not None:
+                found[f"HF{how}"] = (hf, dtype, compiled, False)
+                found[f"HF tuned{how}"] = (hf, dtype, compiled, True)
+            if k.mode == "train" and k.nanogpt:
+                found[f"nanoGPT{how}"] = (train_nanogpt, dtype, compiled, False)
+        if k.mode == "decode":
+            found |= {f"HF {dtype}": (decode_hf, dtype, False, False), f"HF static cache {dtype}": (decode_hf, dtype, True, False)}
+    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("nanonorm")))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# measuring
+
+
+def status(field: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def work(pipe, k: Peers, name: str, width: int):
+    """A contestant: sends the bytes its first step needed at the peak, above what was there; then, for each word, a step's ms."""
+    make, dtype, compiled, keeps = contestants(k)[name]
+    if keeps:
+        keep_freed_memory()
+    step = make(k, width, dtype, compiled)
+    if compiled:
+        step()  # the compiler's own memory is not the step's
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = status("VmRSS")
+    step()
+    pipe.send(None if compiled else status("VmHWM") - before)
+    while pipe.recv():
+        begin = time.perf_counter()
+        step()
+        pipe.send((time.perf_counter() - begin) * 1e3)
+
+
+def compare(k: Peers, width: int):
+    """Print how far logits, loss and greedy tokens of Llama with the same weights are from ours. BadInput if further than rounding."""
+    model, idx = seeded(k, width).eval(), prompt(k, k.seq + 1)
+    llama = as_llama(model)
+    with torch.no_grad():
+        ours, theirs = model(idx), llama(idx).logits
+        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        loss = (model(idx[:, :-1], idx[:, 1:]).ce - llama(idx, labels=idx).loss).abs().item()
+    k.new_tokens, n = min(k.new_tokens, 32), k.new_tokens
+    same = torch.equal(decode_ours(k, width, "float32", False)(), decode_hf(k, width, "float32", False)())
+    k.new_tokens = n
+    size, tokens = sum(p.numel() for p in model.parameters()) / 1e6, "are the same" if same else "DIFFER"
+    print(f"\nn_embd {width}: {size:.2f} M parameters. Llama with these weights, float32: logits {error:.0e} of their scale away,")
+    print(f"loss {loss:.0e} nats away, greedy tokens {tokens}")
+    if error > TOLERANCE[torch.float32] or loss > 1e-4 or not same:
+        raise BadInput("the two are not the same function, so their speeds mean nothing together")
+
+
+def measure(k: Peers, width: int) -> list[dict]:
+    """Time all contestants at this width, round-robin. One dict of figures for each."""
+    names, rng, context = list(contestants(k)), random.Random(k.seed), multiprocessing.get_context("spawn")
+    pipes, processes, peaks, times = {}, {}, {}, {name: [] for name in names}
+    try:
+        for name in names:
+            pipes[name], far = context.Pipe()
+            processes[name] = context.Process(target=work, args=(far, k, name, width), daemon=True)
+            processes[name].start()
+            far.close()
+            try:
+                peaks[name] = pipes[name].recv()
+            except EOFError:
+                raise BadInput(f"{name} at n_embd {width} has died; its message is above") from None
+        for _ in range(1 + k.iters):
+            for name in rng.sample(names, len(names)):
+                pipes[name].send(True)
+                times[name].append(pipes[name].recv())
+    finally:
+        for process in processes.values():
+            process.kill()
+    times = {name: np.array(t[1:]) for name, t in times.items()}
+    best = min((n for n in names if n.startswith("nanonorm")), key=lambda n: np.median(times[n]))
+    units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
+    rows = []
+    for name in names:
+        low, middle, high = np.percentile(times[name] / times[best], (25, 50, 75)).tolist()
+        rows.append(dict(name=name, n_embd=width, ms=float(np.median(times[name])), tok_s=units / float(np.median(times[name])) * 1e3,
+                         ratio=middle, ratio_q1=low, ratio_q3=high, best=best, peak_bytes=peaks[name]))  # fmt: skip
+    return rows
+
+
+def main():
+    k, _, words = parse(Peers, sys.argv[1:], usage=__doc__)
+    if words:
+        raise BadInput(f"{words[0]}: there is nothing to name here but --key=value")
+    if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
+        raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
+    if k.out and not Path(k.out).resolve().parent.is_dir():
+        raise BadInput(f"out={k.out} is in a folder that does not exist")
+    keep_freed_memory()
+    transformers = transformers_or_refuse()
+    unit = {"train": "step", "prefill": "prompt", "decode": f"{k.new_tokens} tokens"}[k.mode]
+    print(f"machine  {machine(torch.device('cpu'))}; torch {torch.__version__}, transformers {transformers.__version__}")
+    shape = f"{k.batch_size} x {k.block_size} tokens" if k.mode == "train" else f"batch 1, prompt of {k.seq if k.mode == 'prefill' else 8}"
+    print(f"measure  {k.mode}, {shape}, n_layer {k.n_layer}, n_head {k.n_head}, vocabulary {k.vocab_size}; {k.iters} rounds, taking turns")
+    figures = []
+    for width in k.n_embd or ((64, 256) if k.mode == "train" else (64, 512)):
+        compare(k, width)
+        rows = measure(k, width)
+        heads = (f"n_embd {width}", f"ms a {unit}", "tok/s", f"this / {rows[0]['best']}, quartiles", "first step's peak, MB")
+        print(f"\n| {' | '.join(heads)} |\n|---|---:|---:|---:|---:|")
+        for r in rows:
+            peak = "-" if r["peak_bytes"] is None or k.mode != "train" else f"{r['peak_bytes'] / 1e6:.0f}"
+            ratio = f"{r['ratio']:.2f}x {r['ratio_q1']:.2f}-{r['ratio_q3']:.2f}"
+            print(f"| {r['name']} | {r['ms']:.1f} | {r['tok_s']:,.0f} | {ratio} | {peak} |", flush=True)
+        figures += rows
+    report = json.dumps(dict(settings=asdict(k), machine=machine(torch.device("cpu")), torch=torch.__version__,
+                             transformers=transformers.__version__, rows=figures))  # fmt: skip
+    if k.out:
+        with atomic_write(k.out, "w") as f:
+            f.write(report + "\n")
+    print(f"\n{report}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
