@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import BadInput, Count, ModelKnobs, Whole, atomic_write, one_line_errors, parse
+from config import BadInput, Count, ModelKnobs, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
 from model import FORMS, NORMS, TOLERANCE, KVCache, ModelConfig, ModelError, Transformer, attend
 
 # name -> (norm, taper, form). norm "plain": the one with a statistic that the run's own competes with; taper "own": the run's.
@@ -453,5 +453,6 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     with one_line_errors(ModelError, torch.OutOfMemoryError):
         main(sys.argv[1:])

@@ -33,6 +33,8 @@ from model import (
     NORMS,
     Derf,
     DyT,
+    EagerRMSNorm,
+    EagerSwiGLU,
     KVCache,
     LayerNorm,
     ModelConfig,
@@ -258,6 +260,12 @@ def test_logits_through_the_cache_are_those_of_one_pass_however_the_text_is_cut(
         assert cache.pos.item() == 16
 
 
+def test_compiled_generation_says_the_same():
+    """Past the window's end too, where the context drops to its half."""
+    model, prompt = tiny("coupled", dtype=torch.float32, block_size=16), tokens(2, 5, seed=4)
+    assert torch.equal(model.generate(prompt, 20, temperature=0, compile=True), model.generate(prompt, 20, temperature=0))
+
+
 def test_generate_is_reproducible_by_seed_and_leaves_the_global_stream_and_the_mode_alone():
     model, prompt = tiny("rmsnorm", std=0.1), tokens(2, 4)
     torch.manual_seed(1)
@@ -416,6 +424,42 @@ def test_rmsnorm_and_layernorm_are_their_formulas(variant):
     for norm in (model.blocks[0].norm_attn, model.norm_final):
         assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
         assert scale_of_difference(norm(h), formula(h, norm.weight, 0.03, norm.bias)) <= EXACT
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
+    rng = torch.Generator().manual_seed(0)
+    h, gate_up = (torch.randn(2, 3, n, dtype=torch.float64, generator=rng).requires_grad_() for n in (10, 12))
+    weight, bias = (torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_() for _ in range(2))
+    norm = (h, weight, bias if shift else None, 0.03)
+    assert torch.autograd.gradcheck(EagerRMSNorm.apply, norm)
+    assert scale_of_difference(EagerRMSNorm.apply(*norm), plain_rms(h, weight, 0.03, norm[2])) <= EXACT
+    assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up,))
+    gate, up = gate_up.chunk(2, -1)
+    assert scale_of_difference(EagerSwiGLU.apply(gate_up), gate * torch.sigmoid(gate) * up) <= EXACT
+
+
+def test_a_step_keeps_no_more_for_its_backward_than_it_must():
+    """Bytes that autograd holds on to, per block and token: what the products and norms read, and nothing twice."""
+    c = ModelConfig(vocab_size=50, block_size=64, n_layer=2, n_head=2, n_embd=64)
+    storages, model = {}, Transformer(c).train()
+
+    def keep(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    held = {}
+    for layers in (1, 2):
+        storages.clear()
+        model.blocks = model.blocks[:1] if layers == 1 else Transformer(c).train().blocks
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(tokens(4, 64, vocab=50), tokens(4, 64, vocab=50))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        held[layers] = sum(s.nbytes() for at, s in storages.items() if at not in own)
+    D, F = c.n_embd, c.hidden
+    per_token = (held[2] - held[1]) / (4 * 4 * 64)  # float32 numbers
+    # stream, norm, q, k, v, attention; stream, norm; gate, up, product. Beside them per-token statistics.
+    assert 8 * D + 3 * F <= per_token <= 8 * D + 3 * F + 16, (per_token, 8 * D + 3 * F)
 
 
 LARGE_OFFSET = {  # norm of width 1024 by name -> (module, formula)
