@@ -722,7 +722,7 @@ class Transformer(nn.Module):
             if use_cache:
                 if fresh:
                     cache = KVCache(self, len(idx), size if compile else min(size, idx.shape[1] - start + max_new_tokens))
-                logits = self(idx[:, start:], cache=cache, last_only=True) if fresh else decode(idx[:, -1:], cache=cache, last_only=True)
+                logits = self(idx[:, start:], cache=cache, last_only=True) if fresh else decode(new, cache=cache, last_only=True)
                 fresh = False
             else:
                 logits = self(idx[:, start:], last_only=True)
