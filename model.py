@@ -705,7 +705,7 @@ class Transformer(nn.Module):
                  seed: int | None = None, stop_id: int | None = None, use_cache: bool = True, compile: bool = False):  # fmt: skip
         """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
         said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
-        a single graph, at the price of compiling it once for each B.
+        a single graph, at the price of compiling it once for each B and each 128 tokens of cache.
 
         The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
         """
@@ -721,8 +721,10 @@ class Transformer(nn.Module):
                 start, fresh = idx.shape[1] - max(1, size // 2), True
             if use_cache:
                 if fresh:
-                    cache = KVCache(self, len(idx), size if compile else min(size, idx.shape[1] - start + max_new_tokens))
-                logits = self(idx[:, start:], cache=cache, last_only=True) if fresh else decode(new, cache=cache, last_only=True)
+                    unseen = idx[:, start:]
+                    length = unseen.shape[1] + max_new_tokens
+                    cache = KVCache(self, len(idx), min(size, 128 * math.ceil(length / 128) if compile else length))
+                logits = (self if fresh else decode)(unseen, cache=cache, last_only=True)
                 fresh = False
             else:
                 logits = self(idx[:, start:], last_only=True)
@@ -730,7 +732,7 @@ class Transformer(nn.Module):
             if stop_id is not None:
                 new = new.masked_fill(done, stop_id)
                 done |= new == stop_id
-            idx = torch.cat((idx, new), 1)
+            idx, unseen = torch.cat((idx, new), 1), new
             if stop_id is not None and done.all():
                 break
         self.train(was_training)
