@@ -5,8 +5,9 @@
     python scripts/peers.py --mode=decode                    # a token at a time, the same weights; or --mode=prefill
 
 Needs transformers. Each contestant is a process of its own, so that each has its own allocator settings, threads and
-peak memory; they take turns, one at work at a time, once a round in a fresh random order. A ratio is the median
-over rounds of (theirs / ours, best), both of the same round, with its quartiles: above 1 they take longer.
+peak memory; they take turns of one step, or of as many as fill 0.2 s, one at work at a time, in a fresh random order each
+round. A ratio is the median over rounds of (this / our best), both of the same round, with its quartiles: above 1 it takes
+longer than ours.
 Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
 
 "HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
@@ -33,6 +34,9 @@ from bench import machine
 from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
 from model import TOLERANCE, ModelConfig, Transformer
 from scripts.parts import training_step
+
+
+TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
 
 
 @dataclass
@@ -211,7 +215,7 @@ def status(field: str) -> int:
 
 
 def work(pipe, k: Peers, name: str, width: int):
-    """A contestant: sends the bytes its first step needed at the peak, above what was there; then, for each word, a step's ms."""
+    """A contestant: sends the bytes its first step needed at the peak, above what was there; then, for each word, the median ms of a turn."""
     make, dtype, compiled, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()
@@ -223,9 +227,12 @@ def work(pipe, k: Peers, name: str, width: int):
     step()
     pipe.send(None if compiled else status("VmHWM") - before)
     while pipe.recv():
-        begin = time.perf_counter()
-        step()
-        pipe.send((time.perf_counter() - begin) * 1e3)
+        times = []
+        while sum(times) < TURN_MS:
+            begin = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - begin) * 1e3)
+        pipe.send(float(np.median(times)))
 
 
 def compare(k: Peers, width: int):
