@@ -35,7 +35,6 @@ from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_
 from model import TOLERANCE, ModelConfig, Transformer
 from scripts.parts import training_step
 
-
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
 
 
@@ -215,7 +214,7 @@ def status(field: str) -> int:
 
 
 def work(pipe, k: Peers, name: str, width: int):
-    """A contestant: sends the bytes its first step needed at the peak, above what was there; then, for each word, the median ms of a turn."""
+    """A contestant: sends the bytes that its first step needed at the peak, beyond what was there; then, for each word, a turn's median ms."""
     make, dtype, compiled, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()
