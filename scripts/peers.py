@@ -214,7 +214,7 @@ def status(field: str) -> int:
 
 
 def work(pipe, k: Peers, name: str, width: int):
-    """A contestant: sends the bytes that its first step needed at the peak, beyond what was there; then, for each word, a turn's median ms."""
+    """A contestant: sends the bytes that its first step added at the peak; then, for each word, the median ms of a turn."""
     make, dtype, compiled, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()
