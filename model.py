@@ -107,36 +107,46 @@ def inverse_rms(h, eps: float):
 
 
 class EagerRMSNorm(torch.autograd.Function):
-    """h/r(h) * weight [+ bias] for a CPU in training, where F.rms_norm is a chain of operators, each with a backward of its own:
-    this one keeps a third less for the backward and takes less time (results/speed.md). h: (..., D)."""
+    """h/r(h) * weight [+ h * fixed] [+ bias], and 1/r(h) as a constant, for a CPU in training: F.rms_norm is a chain of operators
+    there, each with a backward of its own; this one keeps a third less and takes less time (results/speed.md). h: (..., D)."""
 
     @staticmethod
-    def forward(ctx, h, weight, bias, eps):
+    def forward(ctx, h, weight, bias, eps, fixed=None):
         x = upcast(h)
         inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()  # (..., 1)
-        ctx.save_for_backward(h, inverse, weight)
+        ctx.save_for_backward(h, inverse, weight, fixed)
+        ctx.mark_non_differentiable(inverse)
         y = (x * inverse).mul_(weight)
-        return (y if bias is None else y.add_(bias)).to(h.dtype)
+        if fixed is not None:
+            y.addcmul_(x, fixed)
+        return (y if bias is None else y.add_(bias)).to(h.dtype), inverse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        h, inverse, weight = ctx.saved_tensors
-        g, y = upcast(grad), upcast(h) * inverse
-        of_y = g * weight
+    def backward(ctx, grad, _):
+        h, inverse, weight, fixed = ctx.saved_tensors
+        g, x = upcast(grad), upcast(h)
+        y, of_y = x * inverse, g * weight
+        of_weight = (g * y).flatten(0, -2).sum(0)
         along = torch.linalg.vecdot(of_y, y).unsqueeze(-1) / -y.shape[-1]
-        of_h = torch.addcmul(of_y, y, along).mul_(inverse).to(h.dtype)
-        of_weight, of_bias = (
-            t.flatten(0, -2).sum(0) if needed else None for t, needed in zip((g * y, g), ctx.needs_input_grad[1:3], strict=True)
-        )
-        return of_h, of_weight, of_bias, None
+        of_h = of_y.addcmul_(y, along).mul_(inverse)
+        of_fixed = None if fixed is None else (g * x).flatten(0, -2).sum(0)
+        if fixed is not None:
+            of_h.addcmul_(g, fixed)
+        return of_h.to(h.dtype), of_weight, g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None, of_fixed
 
 
-def rms_norm(h, weight, bias, eps: float):
-    """h/r(h) [* weight] [+ bias] by the fastest kernel at hand. (..., D) -> (..., D)"""
-    if h.is_cpu and h.requires_grad and torch.is_grad_enabled() and weight is not None and not torch.compiler.is_compiling():
-        return EagerRMSNorm.apply(h, weight, bias, eps)
+def eager_training(h) -> bool:
+    """Whether the kernels above serve: a CPU, a gradient, no compiler, which would fuse better."""
+    return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def rms_norm(h, weight, bias, eps: float, fixed=None):
+    """h/r(h) [* weight] [+ h * fixed] [+ bias] by the fastest kernel at hand. (..., D) -> (..., D)"""
+    if weight is not None and eager_training(h):
+        return EagerRMSNorm.apply(h, weight, bias, eps, fixed)[0]
     y = F.rms_norm(h, h.shape[-1:], weight, eps)
+    y = y if fixed is None else torch.addcmul(y, h, fixed)
     return y if bias is None else y + bias
 
 
@@ -294,8 +304,7 @@ class TaperNorm(Tracker):
             if self.centre:
                 x = x - x.mean(-1, keepdim=True)
             fixed = (1 - gate) * self.c * self.weight_tilde  # (D)
-            y = (x * torch.addcmul(fixed, inverse_rms(x, self.eps), gate * self.weight)).to(h.dtype)
-            return y if self.bias is None else y + self.bias
+            return rms_norm(x, gate * self.weight, self.bias, self.eps, fixed).to(h.dtype)
         return scaled(h, self.fixed(), self.bias, self.centre)
 
     @torch.no_grad()
@@ -434,14 +443,16 @@ class KVCache:
 def attend(q, k, v, mask=None):
     """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C).
 
-    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md), so smaller heads are padded and cast.
+    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md): smaller heads are cast, and long
+    ones padded.
     """
-    C, dtype = q.shape[-1], q.dtype
-    narrow = q.is_cpu and C <= 16 and mask is None
+    T, C = q.shape[-2:]
+    dtype, narrow = q.dtype, q.is_cpu and C <= 16 and mask is None
     if narrow:
-        q, k, v = (t if dtype == torch.float64 else t.float() for t in (q, k, v))
-        q, k, v = (F.pad(t, (0, 16 - C)) if C < 16 else t for t in (q, k, v))
-    with torch.autocast("cpu", enabled=False) if narrow else nullcontext():
+        q, k, v = (upcast(t) for t in (q, k, v))
+    if narrow and C < 16 and T >= 256:
+        q, k, v = (F.pad(t, (0, 16 - C)) for t in (q, k, v))
+    with torch.autocast("cpu", enabled=False) if narrow and torch.is_autocast_enabled("cpu") else nullcontext():
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
     return y[..., :C].to(dtype)
 
@@ -534,6 +545,10 @@ class CoupledBlock(Block):
         self.eps, self.through = c.norm_eps, c.coupled_grad
 
     def forward(self, x, gate, *context):
+        if eager_training(x) and not (self.through or self.norm_mlp.weight is None):
+            normed, inverse = EagerRMSNorm.apply(x, self.norm_attn.weight, None, self.eps)
+            h = x + self.attn.proj(self.attn(normed, *context))
+            return h + self.mlp.down(self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight))
         inverse = inverse_rms(x, self.eps).to(x.dtype)  # (B, T, 1)
         reused = inverse if self.through else inverse.detach()
         if self.norm_mlp.weight is None:

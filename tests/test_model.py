@@ -431,9 +431,10 @@ def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
     rng = torch.Generator().manual_seed(0)
     h, gate_up = (torch.randn(2, 3, n, dtype=torch.float64, generator=rng).requires_grad_() for n in (10, 12))
     weight, bias = (torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_() for _ in range(2))
-    norm = (h, weight, bias if shift else None, 0.03)
-    assert torch.autograd.gradcheck(EagerRMSNorm.apply, norm)
-    assert scale_of_difference(EagerRMSNorm.apply(*norm), plain_rms(h, weight, 0.03, norm[2])) <= EXACT
+    fixed = torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_()
+    norm = (h, weight, bias if shift else None, 0.03, fixed if shift else None)
+    assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
+    assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], plain_rms(h, weight, 0.03, norm[2]) + shift * fixed * h) <= EXACT
     assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up,))
     gate, up = gate_up.chunk(2, -1)
     assert scale_of_difference(EagerSwiGLU.apply(gate_up), gate * torch.sigmoid(gate) * up) <= EXACT
