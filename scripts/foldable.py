@@ -105,7 +105,7 @@ class Report:
     norms: list[Norm]
     centre: dict[str, Spot] = field(default_factory=dict)  # parameter -> which axis to centre
     absorb: dict[str, dict[str, int]] = field(default_factory=dict)  # LayerScale -> {parameter: axis it multiplies}
-    replace: dict[str, tuple] = field(default_factory=dict)  # module -> (axis, n, groups) of the RMSNorm that takes its place
+    replace: dict[str, tuple] = field(default_factory=dict)  # module -> (axis, n, groups, eps) of the RMSNorm that takes its place
     ops: list[Op] = field(default_factory=list)
     untied: list[str] = field(default_factory=list)  # tables that get a copy of their own
     dropout: list[str] = field(default_factory=list)  # dropouts on a centred stream; harmless in eval mode only
@@ -484,7 +484,7 @@ def capture(model: nn.Module, inputs, outputs: Callable | None):
             mutates = any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in program.graph.nodes)
             return program.run_decompositions({}) if mutates else program  # in-place operations become functional ones
     except Exception as e:
-        raise BadInput(f"torch.export cannot capture this model with these inputs: {type(e).__name__}: {str(e)[:300]}") from e
+        raise BadInput(f"torch.export cannot capture this model with these inputs: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -498,7 +498,7 @@ class Call:
     key: object  # what it normalises
     digit: Digit
     affine: bool  # has a gain or a shift
-    replace: tuple | None  # (axis, n, groups) of the RMSNorm that could replace the module
+    replace: tuple | None  # (axis, n, groups, eps) of the RMSNorm that could replace the module
     reason: str = ""  # why not, if not
 
 
@@ -605,41 +605,45 @@ class Graph:
         return self.sources[key].shape if isinstance(key, str) else shape_of(key)
 
     def find_calls(self) -> list[Call]:
-        calls, custom = [], {}
-        for path in self.instances:
+        calls = [self.aten_call(n) for n in self.nodes if op_name(n) in ("layer_norm", "group_norm")]
+        shown = {node for call in calls for node in call.nodes}
+        for path in self.instances:  # LayerNorms written out in elementary operations, recognised by what they do
             module = self.model.get_submodule(path)
-            if path and not list(module.children()) and "norm" in type(module).__name__.lower() and not plain_norm(module):
-                custom[path] = probe(module)
-        for node in self.nodes:
-            if op_name(node) not in ("layer_norm", "group_norm"):
+            if list(module.children()) or "norm" not in type(module).__name__.lower() or shown & self.nodes_of(path):
                 continue
-            a, path = arguments(node), self.owner(node)
-            key, shape, module = self.key(a["input"], node), shape_of(a["input"]), self.model.get_submodule(path)
-            affine, replace, reason = a["weight"] is not None or a["bias"] is not None, None, ""
-            if op_name(node) == "layer_norm":
-                d = Digit(1, math.prod(a["normalized_shape"]))
-                if plain_norm(module) and len(a["normalized_shape"]) == 1:
-                    replace = (-1, d.n, 1)
-                else:
-                    replace = custom.get(path)
-                    reason = "normalises over several dimensions" if len(a["normalized_shape"]) > 1 else "is called as a function"
-            else:
-                d = Digit(1 if len(shape) == 2 else 0, shape[1] // a["num_groups"])
-                replace = (-1, d.n, a["num_groups"]) if len(shape) == 2 and type(module) is nn.GroupNorm else None
-                reason = "normalises over space as well as channels"
-            if d.n < 2:
-                replace, reason = None, "normalises a single element"
-            calls.append(Call(path if replace else None, {node}, key, d, affine, replace, "" if replace else f"{reason} in {node.name}"))
-        for path, found in custom.items():  # LayerNorms written out in elementary operations, recognised by what they do
-            for instance in self.instances[path] if found else ():
-                nodes = self.modules[instance]
-                if any(op_name(n) == "layer_norm" for n in nodes):
-                    continue
+            found = probe(module, epsilon(module))
+            for instance in self.instances[path] if found and found[0] == -1 else ():
+                nodes = {n for n in self.modules[instance] if op_name(n) not in SHAPE_ONLY}
+                nodes -= {n for n in nodes if op_name(n) in ("to", "_to_copy") and not set(n.all_input_nodes) & (nodes | self.tensor_of.keys())}
                 outside = {x for n in nodes for x in n.all_input_nodes if x not in nodes and x not in self.tensor_of}
-                if len(outside) == 1 and found[0] == -1:
-                    x = outside.pop()
-                    calls.append(Call(path, nodes, x, Digit(1, found[1]), True, found))
+                if len(outside) == 1:  # a cast at the door is not part of it: with nothing to cast the trace shows the stream itself
+                    calls.append(Call(path, nodes, outside.pop(), Digit(1, found[1]), True, found))
         return sorted(calls, key=lambda c: min(self.order[n] for n in c.nodes))
+
+    def nodes_of(self, path: str) -> set:
+        return set().union(*(self.modules[instance] for instance in self.instances[path]))
+
+    def aten_call(self, node) -> Call:
+        """A layer_norm or group_norm operator, and the module that makes it if that does nothing else."""
+        a, path, shape = arguments(node), self.owner(node), shape_of(node)
+        module, replace, reason = self.model.get_submodule(path), None, "is called as a function"
+        if op_name(node) == "layer_norm":
+            d = Digit(1, math.prod(a["normalized_shape"]))
+            if len(a["normalized_shape"]) > 1:
+                reason = "normalises over several dimensions"
+            elif plain_norm(module):
+                replace = (-1, d.n, 1, a["eps"])
+            elif path and not list(module.children()) and "norm" in type(module).__name__.lower():
+                replace = probe(module, a["eps"])
+        else:
+            d = Digit(len(shape) == 2, shape[1] // a["num_groups"])
+            replace = (-1, d.n, a["num_groups"], a["eps"]) if len(shape) == 2 and type(module) is nn.GroupNorm else None
+            reason = "normalises over space as well as channels" if len(shape) > 2 else reason
+        if d.n < 2:
+            replace, reason = None, "normalises a single element"
+        affine = a["weight"] is not None or a["bias"] is not None
+        name = path if replace else None
+        return Call(name, {node}, self.key(a["input"], node), d, affine, replace, "" if replace else f"{reason} in {node.name}")
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
@@ -665,10 +669,10 @@ def epsilon(module: nn.Module) -> float | None:
     return next((getattr(module, k) for k in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, k, None), float)), None)
 
 
-def probe(module: nn.Module) -> tuple | None:
-    """(axis, n, 1) if a module of unknown make is LayerNorm over its last or its second dimension, judged by what it
+def probe(module: nn.Module, eps: float | None) -> tuple | None:
+    """(axis, n, 1, eps) if a module of unknown make is LayerNorm over its last or its second dimension, judged by what it
     does with random gains, shifts and inputs of two scales in float64; else None."""
-    weight, eps = getattr(module, "weight", None), epsilon(module)
+    weight = getattr(module, "weight", None)
     shape = weight.shape if weight is not None else getattr(module, "normalized_shape", None)
     if eps is None or not shape or shape[-1] < 2:
         return None
@@ -680,7 +684,7 @@ def probe(module: nn.Module) -> tuple | None:
         for axis, size in ((-1, (2, 3, *shape)), (1, (2, n, 3, 5))):
             for power in (1.0, 1e-2):
                 x = power * (0.5 + torch.randn(size, generator=rng, dtype=torch.float64))
-                want = norm_over(axis, n, 1)(centred(x, Spot(axis - (len(size) if axis > 0 else 0), n, 1)), twin, eps)
+                want = norm_over(centred(x, Spot(axis, n, 1)), twin, axis, n, 1, eps)
                 try:
                     with InDouble():
                         same = torch.allclose(twin(x), want, rtol=1e-9, atol=1e-9)
@@ -689,33 +693,28 @@ def probe(module: nn.Module) -> tuple | None:
                 if not same:
                     break
             else:
-                return axis, n, 1
+                return axis, n, 1, eps
     return None
 
 
-def norm_over(axis: int, n: int, groups: int) -> Callable:
-    """f(x, module, eps): RMSNorm over groups of n elements along `axis` with the gain and shift of `module`."""
-
-    def apply(x, module, eps):
-        y = x.movedim(axis, -1)
-        y = F.rms_norm(y.unflatten(-1, (groups, n)) if groups > 1 else y, (n,), None, eps)
-        y = y.flatten(-2) if groups > 1 else y
-        y = y if getattr(module, "weight", None) is None else y * module.weight
-        return (y if getattr(module, "bias", None) is None else y + module.bias).movedim(-1, axis)
-
-    return apply
+def norm_over(x, module: nn.Module, axis: int, n: int, groups: int, eps: float) -> torch.Tensor:
+    """RMSNorm over groups of n elements along `axis`, with the gain and shift of `module`."""
+    y = x.movedim(axis, -1)
+    y = F.rms_norm(y.unflatten(-1, (groups, n)), (n,), None, eps).flatten(-2) if groups > 1 else F.rms_norm(y, (n,), None, eps)
+    y = y if getattr(module, "weight", None) is None else y * module.weight
+    return (y if getattr(module, "bias", None) is None else y + module.bias).movedim(-1, axis)
 
 
 class RMSOver(nn.Module):
     """RMSNorm in place of a norm that is no plain LayerNorm: over groups, over channels, with a gain of two dimensions."""
 
-    def __init__(self, norm: nn.Module, axis: int, n: int, groups: int):
+    def __init__(self, norm: nn.Module, axis: int, n: int, groups: int, eps: float):
         super().__init__()
-        self.axis, self.n, self.groups, self.eps = axis, n, groups, epsilon(norm)
+        self.how = (axis, n, groups, eps)
         self.weight, self.bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
 
     def forward(self, x):
-        return norm_over(self.axis, self.n, self.groups)(x, self, self.eps)
+        return norm_over(x, self, *self.how)
 
 
 class InDouble(TorchFunctionMode):
@@ -743,7 +742,7 @@ class Search:
     def __init__(self, graph: Graph):
         self.graph, self.options = graph, graph.options
         self.needs, self.absorbed, self.states = {}, {}, defaultdict(list)  # states: key -> its states
-        waiting = [(call.key, call.digit) for call in graph.calls]
+        waiting = [(call.key, call.digit) for call in graph.calls if call.digit.stride]
         while waiting:
             state = waiting.pop()
             if state in self.needs:
@@ -794,9 +793,9 @@ class Search:
         spot = locate(shape_of(node), d)
         full = Spot(spot.axis, shape_of(node)[spot.axis], 1)
         for gain, x in (node.args[:2], node.args[1::-1]):
-            name, reader = self.graph.key(gain, node), node
+            name = self.graph.key(gain, node)
             while is_node(name) and op_name(name) in ("view", "unsqueeze", "reshape", "expand", "alias", "clone") and len(name.users) == 1:
-                name, reader = self.graph.key(name.args[0], name), name
+                name = self.graph.key(name.args[0], name)
             if not isinstance(name, str) or not self.own(name) or math.prod(self.graph.shape(name)) != full.n or not is_node(x):
                 continue
             targets = {}
@@ -843,13 +842,13 @@ class Search:
 
     def readers(self, state) -> list | Blocked:
         """The states that must be centred because they read this one; Blocked, with the node, if a reader would notice."""
-        key, d = state
+        key = state[0]
         if self.options.assume_centered_ln or state in self.zero:  # the printed algorithm never asks
             return []
         found = []
         for user in self.graph.users(key):
             call, times = self.graph.call_of.get(user), sum(self.graph.key(x, user) == key for x in operands(user))
-            if op_name(user) in SHAPE_ONLY:
+            if op_name(user) in SHAPE_ONLY or (op_name(user) == "getitem" and not user.users):
                 continue
             if call and (call.key, call.digit) == state and (times == 1 or len(call.nodes) > 1):  # and not its gain or shift as well
                 continue
@@ -1067,13 +1066,13 @@ def place(model: nn.Module, name: str, module: nn.Module):
     setattr(model.get_submodule(path), attribute, module)
 
 
-def rms_in_place_of(norm: nn.Module, axis: int, n: int, groups: int) -> nn.Module:
+def rms_in_place_of(norm: nn.Module, axis: int, n: int, groups: int, eps: float) -> nn.Module:
     """RMSNorm with the very parameters of `norm`."""
     if plain_norm(norm):
-        new = RMSNorm(n, norm.eps, gain=False)
+        new = RMSNorm(n, eps, gain=False)
         new.weight, new.bias = norm.weight, norm.bias
     else:
-        new = RMSOver(norm, axis, n, groups)
+        new = RMSOver(norm, axis, n, groups, eps)
     new._forward_hooks, new._forward_pre_hooks = norm._forward_hooks, norm._forward_pre_hooks
     return new.train(norm.training)
 
