@@ -266,16 +266,13 @@ def expand(node, a, d, spot, options):
 
 @rule("add", "sub", "rsub")
 def add(node, a, d, spot, options):
-    """Both terms; a term that is constant along the digit would vanish under centring, and stays in the sum."""
-    found = []
-    for x in (a["self"], a["other"]):
-        if not is_node(x) and x == 0:
-            continue
-        own = broadcast(x, spot)
-        if own is None:
-            raise Blocked("adds something that is the same along the normalised dimension")
-        found.append((x, own))
-    return found
+    return [term(x, spot) for x in (a["self"], a["other"]) if is_node(x) or x != 0]
+
+
+def term(x, spot: Spot):
+    """What of a sum. A term that is the same along the digit would vanish under centring, and stays in the sum."""
+    own = broadcast(x, spot)
+    return Blocked("adds something that is the same along the normalised dimension") if own is None else (x, own)
 
 
 @rule("mul", "div")
@@ -290,9 +287,10 @@ def scale(node, a, d, spot, options):
 
 @rule("masked_fill")
 def masked_fill(node, a, d, spot, options):
-    if is_node(a["value"]) or a["value"] != 0 or broadcast(a["mask"], spot) is not None:
-        raise Blocked("fills in something else than 0, or in part of the normalised dimension")
-    return [(a["self"], digit(shape_of(a["self"]), spot.axis, spot))]
+    if broadcast(a["mask"], spot) is not None:
+        raise Blocked("masks within the normalised dimension")
+    found = [(a["self"], digit(shape_of(a["self"]), spot.axis, spot))]
+    return found if not is_node(a["value"]) and a["value"] == 0 else [*found, Blocked("fills in something else than 0")]
 
 
 @rule("where")
@@ -396,9 +394,8 @@ def linear(node, a, d, spot, options):
         raise Blocked("multiplies in a way that is not followed")
     if spot.axis == -1:
         return [(x, digit(shape_of(x), 0, spot)) for x in (a["weight"], a["bias"]) if x is not None]
-    if a["bias"] is not None:
-        raise Blocked("adds a bias that is the same along the normalised dimension")
-    return [(a["input"], digit(shape_of(a["input"]), spot.axis, spot))]
+    bias = [Blocked("adds a bias that is the same along the normalised dimension")] if a["bias"] is not None else []
+    return [(a["input"], digit(shape_of(a["input"]), spot.axis, spot)), *bias]
 
 
 @rule("mm", "matmul", "bmm", "addmm", "baddbmm")
@@ -408,10 +405,7 @@ def product(node, a, d, spot, options):
     if min(len(shape_of(x)) for x in factors) < 2 or spot.axis < -2:
         raise Blocked("multiplies in a way that is not followed")
     x = factors[spot.axis]  # the columns are the right factor's, the rows the left one's
-    found = [(x, digit(shape_of(x), spot.axis, spot))] + [(y, broadcast(y, spot)) for y in added]
-    if found[-1][1] is None:
-        raise Blocked("adds something that is the same along the normalised dimension")
-    return found
+    return [(x, digit(shape_of(x), spot.axis, spot)), *(term(y, spot) for y in added)]
 
 
 @rule("scaled_dot_product_attention")
@@ -741,24 +735,28 @@ class Search:
 
     def __init__(self, graph: Graph):
         self.graph, self.options = graph, graph.options
-        self.needs, self.absorbed, self.states = {}, {}, defaultdict(list)  # states: key -> its states
+        self.links = {}  # state -> the states that, changed by their means, change this one by its mean
+        self.needs = {}  # state -> the same where centring them all centres this one; else Blocked
+        self.absorbed, self.states = {}, defaultdict(list)  # states: key -> its states
         waiting = [(call.key, call.digit) for call in graph.calls if call.digit.stride]
         while waiting:
             state = waiting.pop()
             if state in self.needs:
                 continue
             try:
-                self.needs[state] = self.requirements(state)
-                waiting += self.needs[state]
+                found = self.operands(state)
+                self.links[state] = [x for x in found if not isinstance(x, Blocked)]
+                self.needs[state] = next((x for x in found if isinstance(x, Blocked)), self.links[state])
             except Blocked as e:
-                self.needs[state] = e
+                self.links[state], self.needs[state] = [], e
+            waiting += self.links[state]
             self.states[state[0]].append(state)
         self.zero = self.find_zero()
-        self.reads = {state: self.readers(state) for state in self.needs}
+        self.seen = self.find_seen()
         self.sites = {state: self.site(state) for state in self.needs}
 
-    def requirements(self, state) -> list:
-        """The states whose centring centres this one. Raises: Blocked."""
+    def operands(self, state) -> list:
+        """The states that this one is made of, with a Blocked among them if something else goes in. Raises: Blocked."""
         key, d = state
         if isinstance(key, str):
             source = self.graph.sources[key]
@@ -784,7 +782,8 @@ class Search:
 
     def apply_rule(self, node, d: Digit) -> list:
         spot = locate(shape_of(node), d) if op_name(node) not in ("view", "reshape", "_unsafe_view") else None
-        return [(self.graph.key(x, node), e) for x, e in RULES[op_name(node)](node, arguments(node), d, spot, self.options)]
+        found = RULES[op_name(node)](node, arguments(node), d, spot, self.options)
+        return [x if isinstance(x, Blocked) else (self.graph.key(x[0], node), x[1]) for x in found]
 
     def absorb(self, state) -> list:
         """x * lambda with a parameter lambda along the whole normalised axis (LayerScale): move it into the layers that
@@ -818,8 +817,10 @@ class Search:
             return
         if len(key.users) > 1 or key in self.graph.call_of or key.op != "call_function" or op_name(key) not in RULES:
             raise Blocked("LayerScale multiplies something that is not the output of a linear layer alone")
-        for x, e in self.apply_rule(key, d):
-            self.spread(x, e, targets)
+        for x in self.apply_rule(key, d):
+            if isinstance(x, Blocked):
+                raise x
+            self.spread(*x, targets)
 
     def is_layer_weight(self, source: Source) -> bool:
         """A bias, or the weight of a matrix product or a convolution: what the printed algorithm centres."""
@@ -840,24 +841,29 @@ class Search:
                 found.add(state)
         return found
 
-    def readers(self, state) -> list | Blocked:
-        """The states that must be centred because they read this one; Blocked, with the node, if a reader would notice."""
+    def find_seen(self) -> dict:
+        """state -> the first thing that would notice if its mean were taken off, or None: every way on ends in a LayerNorm
+        over the same elements, whether that is folded or not."""
+        seen = {}
+        for state in sorted(self.needs, key=lambda s: -1 if isinstance(s[0], str) else self.graph.order[s[0]], reverse=True):
+            seen[state] = None if self.options.assume_centered_ln or state in self.zero else self.noticed(state, seen)
+        return seen
+
+    def noticed(self, state, seen: dict) -> Blocked | None:
         key = state[0]
-        if self.options.assume_centered_ln or state in self.zero:  # the printed algorithm never asks
-            return []
-        found = []
         for user in self.graph.users(key):
-            call, times = self.graph.call_of.get(user), sum(self.graph.key(x, user) == key for x in operands(user))
             if op_name(user) in SHAPE_ONLY or (op_name(user) == "getitem" and not user.users):
                 continue
+            call, times = self.graph.call_of.get(user), sum(self.graph.key(x, user) == key for x in node_operands(user))
             if call and (call.key, call.digit) == state and (times == 1 or len(call.nodes) > 1):  # and not its gain or shift as well
                 continue
-            match = [s for s in self.states[user] if not isinstance(self.needs[s], Blocked) and self.needs[s].count(state) == times]
-            if not match:
+            onward = [s for s in self.states[user] if self.links[s].count(state) == times]
+            if not onward:
                 what = "returned by the model" if user.op == "output" else f"also read by {self.describe(user)}"
                 return Blocked(f"{self.describe(key)} is {what}", user)
-            found.append(match[0])
-        return found
+            if all(seen[s] for s in onward):
+                return seen[onward[0]]
+        return None
 
     def describe(self, key) -> str:
         if isinstance(key, str):
@@ -915,15 +921,13 @@ class Search:
             for need in () if isinstance(needs, Blocked) else needs:
                 if need not in self.zero:
                     flow.add_edge(made, need)
-            if isinstance(self.reads[state], Blocked):
+            if self.seen[state]:
                 flow.add_edge(state, "cost")
-            for reader in () if isinstance(self.reads[state], Blocked) else self.reads[state]:
-                flow.add_edge(state, reader)
         kept = networkx.minimum_cut(flow, "gain", "cost")[1][0] if modules else set()
         return self.report({m: calls for m, calls in modules.items() if m in kept}, kept)
 
     def report(self, chosen: dict[str, list[Call]], kept: set) -> Report:
-        """Collect edits and operations of the chosen LayerNorms: what they need, and what reads that."""
+        """Collect the edits and operations that the chosen LayerNorms need."""
         report, done, waiting = Report([]), set(), [(c.key, c.digit) for calls in chosen.values() for c in calls]
         inserted = {}
         while waiting:
@@ -932,7 +936,6 @@ class Search:
                 continue
             done.add(state)
             key, d = state
-            waiting += self.reads[state]
             if ("made", state) not in kept:
                 inserted[state] = self.sites[state]
                 continue
@@ -992,19 +995,20 @@ class Search:
             if state in seen or state in self.zero:
                 continue
             seen.add(state)
-            needs, reads = self.needs[state], self.reads[state]
-            if isinstance(reads, Blocked):
-                return str(reads.args[0]), reads.args[1].name
+            needs = self.needs[state]
+            if self.seen[state]:
+                reason, node = self.seen[state].args
+                return reason, node.name
             if isinstance(needs, Blocked) and not self.sites[state]:
                 return (str(needs) if isinstance(state[0], str) else f"{self.describe(state[0])} {needs}"), str(state[0])
             if isinstance(needs, Blocked):
                 soft = soft or (f"{self.describe(state[0])} {needs}; a centring operation would not pay", str(state[0]))
                 needs = []
-            waiting += [*needs, *reads]
+            waiting += needs
         return soft or ("an inserted operation would not pay", "")
 
 
-def operands(node) -> list:
+def node_operands(node) -> list:
     return [x for x in tree_leaves((node.args, node.kwargs)) if is_node(x)]
 
 
