@@ -541,6 +541,12 @@ class Graph:
             for instance, path in self.stack(node):
                 self.modules[instance].add(node)
                 self.instances[path].add(instance)
+        self.live = set()  # nodes whose value can reach an output, or an assertion
+        for node in reversed(self.nodes):
+            asserts = op_name(node).startswith("_assert") and op_name(node) not in SHAPE_ONLY
+            unknown = node.op == "call_function" and not hasattr(node.target, "_schema") and op_name(node) != "getitem"
+            if node.op == "output" or asserts or unknown or any(u in self.live and op_name(u) not in SHAPE_ONLY for u in node.users):
+                self.live.add(node)
         self.sources = self.find_sources()
         self.calls = self.find_calls()
         self.call_of = {node: call for call in self.calls for node in call.nodes}
@@ -852,7 +858,7 @@ class Search:
     def noticed(self, state, seen: dict) -> Blocked | None:
         key = state[0]
         for user in self.graph.users(key):
-            if op_name(user) in SHAPE_ONLY or (op_name(user) == "getitem" and not user.users):
+            if op_name(user) in SHAPE_ONLY or user not in self.graph.live:
                 continue
             call, times = self.graph.call_of.get(user), sum(self.graph.key(x, user) == key for x in node_operands(user))
             if call and (call.key, call.digit) == state and (times == 1 or len(call.nodes) > 1):  # and not its gain or shift as well
