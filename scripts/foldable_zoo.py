@@ -62,12 +62,13 @@ def similarity(out):
 
 FAMILIES = {
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel", GPT, ("n_layer",)),
-    "gpt_neo": Family("GPTNeoConfig", "GPTNeoForCausalLM", TEXT | {"hidden_size": 32, "num_heads": 4, "attention_types": [[["global", "local"], 12]]},
-                      ("num_layers",)),
+    "gpt_neo": Family("GPTNeoConfig", "GPTNeoForCausalLM", TEXT | {"hidden_size": 32, "num_heads": 4,
+                      "attention_types": [[["global", "local"], 12]]}, ("num_layers",)),
     "gptj": Family("GPTJConfig", "GPTJForCausalLM", GPT | {"rotary_dim": 4}, ("n_layer",)),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT | HIDDEN),
     "gpt_neox-sequential": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT | HIDDEN | {"use_parallel_residual": False}),
-    "opt": Family("OPTConfig", "OPTForCausalLM", TEXT | {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "opt": Family("OPTConfig", "OPTForCausalLM", TEXT | {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64,
+                  "word_embed_proj_dim": 32}),
     "opt-postnorm": Family("OPTConfig", "OPTForCausalLM", TEXT | {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64,
                            "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "bloom": Family("BloomConfig", "BloomForCausalLM", {k: v for k, v in TEXT.items() if k != "max_position_embeddings"}
@@ -80,7 +81,8 @@ FAMILIES = {
                   "use_cache": False}, ("n_layers",)),
     "phi": Family("PhiConfig", "PhiForCausalLM", TEXT | HIDDEN),
     "stablelm": Family("StableLmConfig", "StableLmForCausalLM", TEXT | HIDDEN | {"num_key_value_heads": 4}),
-    "stablelm-qk": Family("StableLmConfig", "StableLmForCausalLM", TEXT | HIDDEN | {"num_key_value_heads": 4, "qk_layernorm": True, "use_parallel_residual": True}),
+    "stablelm-qk": Family("StableLmConfig", "StableLmForCausalLM", TEXT | HIDDEN | {"num_key_value_heads": 4, "qk_layernorm": True,
+                          "use_parallel_residual": True}),
     "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", TEXT | HIDDEN | {"num_key_value_heads": 2}),
     "codegen": Family("CodeGenConfig", "CodeGenForCausalLM", GPT | {"n_ctx": 64, "rotary_dim": 4}, ("n_layer",)),
     "olmo": Family("OlmoConfig", "OlmoForCausalLM", TEXT | HIDDEN),
@@ -112,7 +114,8 @@ FAMILIES = {
     "convnext": Family("ConvNextConfig", "ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2,
                        "image_size": IMAGE, "patch_size": 4, "layer_scale_init_value": 0.5}, (), "image"),
     "wav2vec2": Family("Wav2Vec2Config", "Wav2Vec2ForCTC", WAV, reads="wave"),
-    "wav2vec2-stable": Family("Wav2Vec2Config", "Wav2Vec2ForCTC", WAV | {"do_stable_layer_norm": True, "feat_extract_norm": "layer"}, reads="wave"),
+    "wav2vec2-stable": Family("Wav2Vec2Config", "Wav2Vec2ForCTC", WAV | {"do_stable_layer_norm": True,
+                              "feat_extract_norm": "layer"}, reads="wave"),
     "llama": Family("LlamaConfig", "LlamaForCausalLM", TEXT | HIDDEN | {"tie_word_embeddings": True}),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", TEXT | HIDDEN | {"head_dim": 8, "num_key_value_heads": 2}),
     "t5": Family("T5Config", "T5ForConditionalGeneration", {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64,
@@ -195,3 +198,43 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
                 noise = torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p)
                 p.add_(0.3 * noise + 0.05 if p.dim() < 2 else 0.05 * noise + 0.01)
     return model
+
+
+# The usual sizes, for what a fold costs and gains: the config classes' own (GPT-2 small, BERT base, OPT 125M, Phi-1), BLOOM
+# 560M spelled out since its class defaults to a toy.
+USUAL = {"gpt2": {}, "bert": {}, "opt": {}, "phi": {}, "bloom": {"hidden_size": 1024, "n_layer": 24, "n_head": 16}}
+
+
+def usual(name: str, batch: int, length: int) -> Example:
+    """The network in its usual size, random weights, for (batch, length) tokens. Raises: BadInput if it is none of USUAL."""
+    if name not in USUAL:
+        raise BadInput(f"--bench knows {', '.join(USUAL)}, not {name!r}")
+    transformers, family = library(), FAMILIES[name]
+    config = getattr(transformers, family.config)(**USUAL[name] | ({} if name == "bert" else {"use_cache": False}))
+    if length > getattr(config, "max_position_embeddings", length):
+        raise BadInput(f"{name} takes {config.max_position_embeddings} tokens at most; lower --seq")
+    model = getattr(transformers, family.model)(config)
+    return Example(model.eval(), inputs_of("text", config.vocab_size, length, batch=batch))
+
+
+def checkpoint(folder: str) -> Example:
+    """The pretrained model in a local folder, and random inputs of its kind. Raises: BadInput if it cannot be loaded."""
+    transformers = library()
+    if not (Path(folder) / "config.json").is_file():
+        raise BadInput(f"{folder} holds no config.json; --checkpoint takes a folder that save_pretrained wrote")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.use_cache = False
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        model = kind.from_pretrained(folder, config=config, local_files_only=True)
+    except Exception as e:
+        raise BadInput(f"{folder} cannot be loaded: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
+    text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
+    reads = {"pixel_values": "image", "input_values": "wave", "input_features": "speech"}.get(model.main_input_name, "text")
+    if text is not config and vision is not config:
+        reads = "both"
+    elif reads == "text" and config.is_encoder_decoder:
+        reads = "pair"
+    image = getattr(vision, "image_size", IMAGE)
+    inputs = inputs_of(reads, getattr(text, "vocab_size", VOCAB), image=image if isinstance(image, int) else image[0])
+    return Example(model.eval(), inputs, similarity if reads == "both" else None)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from config import BadInput
 from scripts import foldable
-from scripts.foldable import center, find, fold, fold_errors, tensors_in
+from scripts.foldable import center, find, fold, fold_errors
+from scripts.foldable_graph import tensors_in
 from scripts.foldable_zoo import Tokens, randomize
 
 D, T, V = 8, 5, 11
@@ -441,7 +443,8 @@ class Random(nn.Module):
             read |= {a} | ({b} if kind == "add" else set())
             u, v = values[a], values[b]
             values.append({
-                "add": lambda u=u, v=v: u + v, "scale": lambda u=u, k=layer: u * (0.71, 1.93, -1.37, -0.83)[k], "act": lambda u=u: F.gelu(u),
+                "add": lambda u=u, v=v: u + v, "act": lambda u=u: F.gelu(u),
+                "scale": lambda u=u, k=layer: u * (0.71, 1.93, -1.37, -0.83)[k],
                 "linear": lambda u=u, k=layer: self.layers[k](u), "norm": lambda u=u, n=number: self.norms[n](u),
             }[kind]())  # fmt: skip
         ends = [v for i, v in enumerate(values) if i not in read]
@@ -494,3 +497,45 @@ def test_random_networks_agree_with_brute_force(steps, returned):
 @given(st.lists(STEP, min_size=2, max_size=12), st.booleans())
 def test_many_random_networks_agree_with_brute_force(steps, returned):
     verdicts_agree(steps, returned)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def command(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/foldable.py"), *words])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def test_the_command_prints_its_table(monkeypatch, capsys):
+    command(monkeypatch, "torch-prenorm", "torch-postnorm", "--layers=2", "--list")
+    out = capsys.readouterr().out
+    assert "| torch-prenorm |  | 5/5 + 1 op |" in out and "| torch-postnorm |  | 3/4 |" in out and "0/4" in out
+    assert "encoder.norm (32): foldable with 1 inserted centring operation" in out and "centring operation on the output of table" in out
+    assert "encoder.layers.0.norm1 (32): not: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name architectures"),
+        (["gtp2"], "gpt2"),
+        (["torch-prenorm", "--layers=0"], "layers must be"),
+        (["--chekpoint", "x"], "flags are written"),
+        (["--checkpoint", "nowhere"], "config.json"),
+        (["torch-prenorm", "--bench"], "--bench knows"),
+    ],
+)
+def test_bad_input_is_one_line(monkeypatch, capsys, words, says):
+    with pytest.raises(SystemExit) as e:
+        command(monkeypatch, *words)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and says in err
+
+
+def test_without_transformers_the_command_names_the_remedy():
+    code = "import sys, runpy; sys.modules['transformers'] = None; sys.argv = ['foldable.py', 'gpt2']; "
+    code += f"runpy.run_path({str(ROOT / 'scripts/foldable.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install transformers" in done.stderr

@@ -1,15 +1,19 @@
 """scripts/foldable.py on real architectures: small ones of random weights, folded, run and compared in float64."""
 
 import copy
+import json
+import sys
 
 import pytest
 import torch
 import torch.nn as nn
-from conftest import same_state, scale_of_difference, state_of
+from conftest import one_line, same_state, scale_of_difference, state_of
 
 pytest.importorskip("transformers")
 
-from scripts.foldable import find, fold, run, shuffled, to_double
+from config import BadInput
+from scripts import foldable_zoo
+from scripts.foldable import find, fold, main, run, shuffled, to_double
 from scripts.foldable_zoo import FAMILIES, NAMES, build, library, randomize
 
 # two layers each: (foldable, LayerNorms, inserted operations) as built; tables untied by the config; a copy of tied tables
@@ -156,3 +160,27 @@ def test_find_on_the_meta_device(name):
         ids = torch.zeros(1, 16, dtype=torch.long)
     report = find(model, {"input_ids": ids})
     assert report.folded >= len(report.norms) - 1 > 0 and all(p.is_meta for p in model.parameters())
+
+
+def test_a_checkpoint_in_a_folder(tmp_path, monkeypatch, capsys):
+    """Saved, loaded and judged by the command; a folder that is cut short is one line."""
+    for name, says in (("gpt2", "5/5 LayerNorms foldable, 1 inserted"), ("vit", "5/5 LayerNorms foldable, 0 inserted")):
+        randomize(build(name, layers=2).model).save_pretrained(tmp_path / name)
+        monkeypatch.setattr(sys, "argv", ["foldable.py", "--checkpoint", str(tmp_path / name)])
+        main()
+        assert says in capsys.readouterr().out
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(BadInput) as e:
+        main()
+    assert "cannot be loaded" in one_line(e)
+
+
+def test_what_a_fold_costs_and_gains(monkeypatch, capsys):
+    """--bench on a toy: the tables, and a last line of JSON."""
+    monkeypatch.setitem(foldable_zoo.USUAL, "gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 70, "bos_token_id": 0,
+                                                     "eos_token_id": 1})  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["foldable.py", "gpt2", "--bench", "--batch=1", "--seq=8", "--rounds=2"])
+    main()
+    out = capsys.readouterr().out
+    assert "3/3 foldable with 1 operations" in out and "| eager | LayerNorm |" in out and "| the norm alone |" in out
+    assert json.loads(out.splitlines()[-1])["speed"].keys() == {"model", "norm"}
