@@ -280,6 +280,8 @@ class Search:
     def describe(self, key) -> str:
         if isinstance(key, str):
             return key
+        if key in self.graph.argument_of:
+            return f"input {self.graph.argument_of[key]}"
         path = self.graph.owner(key)
         return f"{op_name(key) if key.op == 'call_function' else key.name}{' in ' + path if path else ''}"
 
@@ -407,14 +409,15 @@ class Search:
             if state in seen or state in self.zero:
                 continue
             seen.add(state)
-            needs = self.needs[state]
+            key, needs = state[0], self.needs[state]
+            where = key if isinstance(key, str) else self.describe(key) if key in self.graph.argument_of else key.name
             if self.seen[state]:
                 reason, node = self.seen[state].args
                 return reason, node.name
             if isinstance(needs, Blocked) and not self.sites[state]:
-                return (str(needs) if isinstance(state[0], str) else f"{self.describe(state[0])} {needs}"), str(state[0])
+                return (str(needs) if isinstance(key, str) else f"{self.describe(key)} {needs}"), where
             if isinstance(needs, Blocked):
-                soft = soft or (f"{self.describe(state[0])} {needs}; a centring operation would not pay", str(state[0]))
+                soft = soft or (f"{self.describe(key)} {needs}; a centring operation would not pay", where)
                 needs = []
             waiting += needs
         return soft or ("an inserted operation would not pay", "")
@@ -746,6 +749,7 @@ def main():
         for name in names:
             bench(name, zoo.usual(name, knobs.batch, knobs.seq), knobs)
         names = []
+    torch.set_num_threads(1 if names else torch.get_num_threads())  # these are tiny: a second thread costs more than it brings
     for i, name in enumerate(names):
         e = zoo.build(name, knobs.layers)
         zoo.randomize(e.model, knobs.seed)
