@@ -645,7 +645,7 @@ class Foldable:
 
     all: bool = False  # every architecture
     checkpoint: str | None = None  # a folder with a pretrained model, instead of names
-    layers: Count | None = None  # depth of the named networks; None: their config class's own
+    layers: Count | None = None  # depth of the networks; None: their config class's own
     untie: bool = False  # tables shared with a head get a copy of their own
     list: bool = False  # every LayerNorm's verdict as well
     bench: bool = False  # the usual sizes: time and memory of a fold, and inference before and after
@@ -684,7 +684,8 @@ def row(name: str, e, knobs: Foldable) -> str:
     def count(r):
         return f"{r.folded}/{len(r.norms)}" + (f" + {len(r.ops)} op{'s' * (len(r.ops) > 1)}" if r.ops else "")
 
-    cells = (name, PRINTED.get(name, ""), count(naive), f"{wrong:.0e}", count(report), f"{max(report.errors.values()):.0e}", count(untied),
+    paper = PRINTED.get(name, "") if knobs.layers is None else ""
+    cells = (name, paper, count(naive), f"{wrong:.0e}", count(report), f"{max(report.errors.values()):.0e}", count(untied),
              f"{report.seconds:.1f}", f"{seconds:.1f}")  # fmt: skip
     return f"| {' | '.join(cells)} |" + (f"\n\n{report}\n" if knobs.list else "")
 
@@ -747,7 +748,7 @@ def main():
         names = []
     elif knobs.bench:
         for name in names:
-            bench(name, zoo.usual(name, knobs.batch, knobs.seq), knobs)
+            bench(name, zoo.usual(name, knobs.batch, knobs.seq, knobs.layers), knobs)
         names = []
     torch.set_num_threads(1 if names else torch.get_num_threads())  # these are tiny: a second thread costs more than it brings
     for i, name in enumerate(names):

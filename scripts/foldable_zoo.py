@@ -205,12 +205,14 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 USUAL = {"gpt2": {}, "bert": {}, "opt": {}, "phi": {}, "bloom": {"hidden_size": 1024, "n_layer": 24, "n_head": 16}}
 
 
-def usual(name: str, batch: int, length: int) -> Example:
-    """The network in its usual size, random weights, for (batch, length) tokens. Raises: BadInput if it is none of USUAL."""
+def usual(name: str, batch: int, length: int, layers: int | None = None) -> Example:
+    """The network in its usual size (or with fewer `layers`), random weights, for (batch, length) tokens. Raises: BadInput if
+    it is none of USUAL."""
     if name not in USUAL:
         raise BadInput(f"--bench knows {', '.join(USUAL)}, not {name!r}")
     transformers, family = library(), FAMILIES[name]
-    config = getattr(transformers, family.config)(**USUAL[name] | ({} if name == "bert" else {"use_cache": False}))
+    settings = {key: layers for key in family.depth} if layers else {}
+    config = getattr(transformers, family.config)(**{"use_cache": False} | USUAL[name] | settings)
     if length > getattr(config, "max_position_embeddings", length):
         raise BadInput(f"{name} takes {config.max_position_embeddings} tokens at most; lower --seq")
     model = getattr(transformers, family.model)(config)
