@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import runpy
 import subprocess
 import sys
@@ -539,3 +540,9 @@ def test_without_transformers_the_command_names_the_remedy():
     code += f"runpy.run_path({str(ROOT / 'scripts/foldable.py')!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install transformers" in done.stderr
+
+
+def test_the_readme_example(capsys):
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "scripts.foldable" in b]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.split("\n") == ["foldable", "5 of 5 True", ""]
