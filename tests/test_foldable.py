@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import re
 import runpy
 import subprocess
@@ -279,11 +280,21 @@ def test_operations_at_a_module_input_and_on_a_norm():
     assert str(check(model, X, 4, ops=1).ops[0]) == "output of ln"
 
 
-def test_operations_at_named_inputs_are_copied_and_pickled(tmp_path):
+def test_operations_at_named_inputs():
     model = randomize(net(lambda s, h=None: block(s, h))).eval().double()
     new, report = fold(model, {"h": X.double()})
-    assert report.folded == 2 and len(report.ops) == 1
-    assert difference(copy.deepcopy(new)(h=X.double()), model(h=X.double())) < 1e-12
+    assert report.folded == 2 and str(report.ops[0]) == "model input h"
+    assert difference(new(h=X.double()), model(h=X.double())) < 1e-12
+
+
+def test_operations_survive_copying_and_pickling():
+    model, ids = randomize(Tokens(True, 2)).double().eval(), torch.randint(61, (2, 9))
+    new, report = fold(model, ids)
+    assert len(report.ops) == 1
+    for twin in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert difference(twin(ids), model(ids)) < 1e-12
+    new.table._forward_hooks.clear()
+    assert difference(new(ids), model(ids)) > 1e-3  # the operation was needed
 
 
 def test_dropout_in_training_mode_is_refused_unless_told():
