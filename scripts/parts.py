@@ -8,6 +8,7 @@ Each round runs every alternative once; a ratio is the median over rounds of (fi
 above 1 the alternative is faster.
 """
 
+import random
 import sys
 import time
 from contextlib import nullcontext
@@ -52,12 +53,12 @@ class Parts:
 
 
 def rounds(steps: dict, iters: int) -> dict[str, np.ndarray]:
-    """{name: (iters,) ms}, one call of each a round."""
-    times = {name: [] for name in steps}
+    """{name: (iters,) ms}, one call of each a round, in a new order each time."""
+    times, order = {name: [] for name in steps}, random.Random(0)
     for _ in range(1 + iters):
-        for name, step in steps.items():
+        for name in order.sample(list(steps), len(steps)):
             begin = time.perf_counter()
-            step()
+            steps[name]()
             times[name].append((time.perf_counter() - begin) * 1e3)
     return {name: np.array(t[1:]) for name, t in times.items()}
 
@@ -77,7 +78,7 @@ def loss_steps(tokens: int, width: int, vocab: int) -> dict:
         sum(checkpoint(total, *chunk, low, use_reentrant=False, preserve_rng_state=False) for chunk in chunks).backward()
 
     def chunked(size, dtype=torch.float32):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size, acc_policy="balanced" if size else "auto")
         F.linear_cross_entropy(y.to(dtype), W.to(dtype), targets, options=options).backward()
 
     steps = {}
@@ -107,14 +108,14 @@ def training_step(model, tokens, batch_size: int, autocast, forward=None, lr: fl
     do the same work.
     """
     T = model.config.block_size
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    optimizer, forward = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), model if forward is None else forward
     rng, params, totals = np.random.default_rng(0), list(model.parameters()), torch.zeros(3, dtype=torch.float64)
 
     def step():
         starts = torch.from_numpy(rng.integers(len(tokens) - T, size=batch_size))
         ids = tokens[starts[:, None] + torch.arange(T + 1)].long() & 0xFFFF
         with autocast:
-            losses = (forward or model)(ids[:, :-1], ids[:, 1:])
+            losses = forward(ids[:, :-1], ids[:, 1:])
         losses.total.backward()
         totals.add_(torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double())
         model.update_statistics()
