@@ -145,6 +145,8 @@ def variant_steps(k: Parts, width: int) -> dict:
             model.gate.fill_(0.5 if phase == "blend" else 0.0)
         return training_step(model, tokens, k.batch_size, autocast, torch.compile(model) if k.compiled else model)
 
+    torch._dynamo.config.recompile_limit = 64  # dynamo counts the variants as recompilations of one forward, and gives up after 8
+
     taper = {"taper": "internal", "aux_weight": 0.1}
     steps = {"baseline": make(), "baseline again": make()}
     steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
