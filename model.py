@@ -108,7 +108,7 @@ def inverse_rms(h, eps: float):
 
 class EagerRMSNorm(torch.autograd.Function):
     """h/r(h) * weight [+ h * fixed] [+ bias], and 1/r(h) as a constant, for a CPU in training: F.rms_norm is a chain of operators
-    there, each with a backward of its own; this one keeps a third less and takes less time (results/speed.md). h: (..., D)."""
+    there, each with a backward of its own; this one keeps a third less for it. h: (..., D)."""
 
     @staticmethod
     def forward(ctx, h, weight, bias, eps, fixed=None):
@@ -127,8 +127,8 @@ class EagerRMSNorm(torch.autograd.Function):
         h, inverse, weight, fixed = ctx.saved_tensors
         g, x = upcast(grad), upcast(h)
         y, of_y = x * inverse, g * weight
-        of_weight = (g * y).flatten(0, -2).sum(0)
-        along = torch.linalg.vecdot(of_y, y).unsqueeze(-1) / -y.shape[-1]
+        of_weight = (g * y).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along = (of_y * y).sum(-1, keepdim=True) / -y.shape[-1]
         of_h = of_y.addcmul_(y, along).mul_(inverse)
         of_fixed = None if fixed is None else (g * x).flatten(0, -2).sum(0)
         if fixed is not None:
@@ -443,8 +443,8 @@ class KVCache:
 def attend(q, k, v, mask=None):
     """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C).
 
-    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md): smaller heads are cast, and long
-    ones padded.
+    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md): without a mask, heads of up to 16 are cast,
+    and those below 16 padded in windows of 256 tokens and more.
     """
     T, C = q.shape[-2:]
     dtype, narrow = q.dtype, q.is_cpu and C <= 16 and mask is None
@@ -483,7 +483,7 @@ class Attention(nn.Module):
 
 
 class EagerSwiGLU(torch.autograd.Function):
-    """silu(gate) * up for training without a compiler: keeps gate_up alone for the backward, a third of what autograd would,
+    """silu(gate) * up for training without a compiler: keeps gate_up alone for the backward, a third less than autograd would,
     and writes the gradient in one piece. gate_up: (..., 2F)."""
 
     @staticmethod
@@ -569,7 +569,7 @@ def add_product(residual, x, linear: nn.Linear):
 def head_loss(y, weight, bias, targets):
     """Mean cross-entropy of softmax(W y + b), 0-dim, in float32 or better. y: (B, T, D); weight: (V, D); targets: (B, T).
 
-    On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md has time and memory). Where torch
+    On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md has the times). Where torch
     cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the chunks' logits are computed twice.
     """
     y, targets = y.flatten(0, 1), targets.flatten()
@@ -584,7 +584,9 @@ def head_loss(y, weight, bias, targets):
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
         return F.linear_cross_entropy(y, weight, targets, linear_bias=bias, options=chunks)
     once_more = partial(checkpoint, total, use_reentrant=False, preserve_rng_state=False)
-    return sum(once_more(*chunk) for chunk in zip(y.split(512), targets.split(512), strict=True)) / len(y)
+    # no cast is shared by the chunks: the gradient of a shared one would be summed over them in bfloat16
+    with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu"), cache_enabled=False):
+        return sum(once_more(*chunk) for chunk in zip(y.split(512), targets.split(512), strict=True)) / len(y)
 
 
 class Losses(NamedTuple):
@@ -720,7 +722,7 @@ class Transformer(nn.Module):
                  seed: int | None = None, stop_id: int | None = None, use_cache: bool = True, compile: bool = False):  # fmt: skip
         """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
         said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
-        a single graph, at the price of compiling it once for each B and each 128 tokens of cache.
+        a single graph, at the price of compiling it once for each B and each 128 tokens of cache; it needs the cache.
 
         The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
         """
@@ -730,7 +732,10 @@ class Transformer(nn.Module):
         rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
         start, cache, fresh = max(0, idx.shape[1] - size), None, True
-        decode = torch.compile(self, fullgraph=True, dynamic=False) if compile else self
+        decode = self
+        if compile:
+            torch._dynamo.config.recompile_limit = 256  # dynamo counts other models and shapes as recompilations, and gives up after 8
+            decode = torch.compile(self, fullgraph=True, dynamic=False)
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > size:
                 start, fresh = idx.shape[1] - max(1, size // 2), True

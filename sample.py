@@ -32,7 +32,7 @@ class Sample:
     top_p: Annotated[float, (1e-9, 1.0)] = 1.0  # keep the smallest set of tokens with this much probability
     seed: Whole = 1337  # of the sampling
     device: str = "cpu"  # cpu, cuda, ...
-    compile: bool = False  # compile the step from one token to the next: seconds once, then several times the speed
+    compile: bool = False  # compile the step from one token to the next: half a minute once, then up to twice the speed for small models
     tokenizer: str | None = None  # a SentencePiece model to use instead of the run's own
 
 

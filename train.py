@@ -468,6 +468,7 @@ def main(held: ExitStack):
         if logs or evals or saves:
             clock, clock_iter = time.perf_counter(), iter_num
     bar.close()
+    gc.enable()
     if stop and iter_num < cfg.max_iters:
         if main_rank:
             name = signal.Signals(stop).name

@@ -24,6 +24,7 @@ fi
     python bench.py $shape $prefill --out="$out/prefill.json" | sed '$d' | tee "$out/prefill.txt"
     python bench.py $shape $decode --mode=decode --variants=baseline,weightless,coupled,coupled_folded --out="$out/decode.json" |
         sed '$d' | tee "$out/decode.txt"
+    : >"$out/train.txt"
     runs=$(mktemp -d)
     trap 'rm -rf "$runs"' EXIT
     for norm in rmsnorm coupled layernorm cbwc dyt derf; do

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Count, keep_freed_memory, one_line_errors, parse
-from model import ModelConfig, Transformer, attend
+from model import ModelConfig, ModelError, Transformer, attend
 
 
 @dataclass
@@ -183,5 +183,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors(ModelError):
         main()

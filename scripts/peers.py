@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import machine
 from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
-from model import TOLERANCE, ModelConfig, Transformer
+from model import TOLERANCE, ModelConfig, ModelError, Transformer
 from scripts.parts import training_step
 
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
@@ -137,7 +137,7 @@ def plain_step(model, loss, optimizer, k: Peers, dtype: str):
 
 def train_ours(k, width, dtype, compiled):
     model = seeded(k, width).train()
-    return training_step(model, corpus(k), k.batch_size, autocast(dtype), torch.compile(model) if compiled else model)
+    return training_step(model, corpus(k), k.batch_size, autocast(dtype), torch.compile(model) if compiled else model, lr=1e-4)
 
 
 def train_hf(k, width, dtype, compiled):
@@ -292,6 +292,13 @@ def main():
         raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
     if k.out and not Path(k.out).resolve().parent.is_dir():
         raise BadInput(f"out={k.out} is in a folder that does not exist")
+    longest = 8 + min(k.new_tokens, 32) if k.mode != "decode" else 8 + k.new_tokens
+    if max(longest, k.seq + 1) > k.block_size:
+        raise BadInput(
+            f"{max(longest, k.seq + 1)} tokens do not fit into block_size={k.block_size}; lower --seq or --new_tokens, or raise it"
+        )
+    for width in k.n_embd or ():
+        config_of(k, width)
     keep_freed_memory()
     transformers = transformers_or_refuse()
     unit = {"train": "step", "prefill": "prompt", "decode": f"{k.new_tokens} tokens"}[k.mode]
@@ -318,5 +325,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors(ModelError):
         main()

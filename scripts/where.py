@@ -25,12 +25,13 @@ from torch.profiler import profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ROOT, BadInput, Count, atomic_write, one_line_errors, parse
+from model import ModelError
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "linear"),
     "softmax and loss": ("_log_softmax", "nll_loss", "exp", "gather", "scatter", "logsumexp", "amax"),
-    "optimizer, clipping": ("_fused_adam", "_foreach", "linalg_vector_norm", "addcdiv", "sqrt", "lerp"),
+    "optimizer": ("_fused_adam", "_foreach", "addcdiv", "lerp"),
     "copies, casts, padding": ("copy_", "cat", "fill_", "constant_pad", "zero_", "index", "embedding", "slice_backward", "select_backward"),
     "norms and element-wise": (),
 }
@@ -177,5 +178,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors(ModelError):
         main()
