@@ -449,7 +449,7 @@ def test_chunks_of_the_loss_do_not_add_up_in_bfloat16():
     wanted = torch.autograd.grad(F.cross_entropy(F.linear(y, W).flatten(0, 1), targets.flatten()), W)[0]
     with torch.autocast("cpu", torch.bfloat16):
         got = torch.autograd.grad(head_loss(y, W, None, targets), W)[0]
-    assert (got - wanted).norm() / wanted.norm() <= 4e-3  # a shared cast gives 6e-3, and grows
+    assert (got - wanted).norm() / wanted.norm() <= 5e-3  # 4.0e-3 seen; 6.8e-3 with a shared cast, and that grows with the number of chunks
 
 
 def test_a_step_keeps_no_more_for_its_backward_than_it_must():
