@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -242,9 +242,8 @@ def compare(k: Peers, width: int):
         ours, theirs = model(idx), llama(idx).logits
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
         loss = (model(idx[:, :-1], idx[:, 1:]).ce - llama(idx, labels=idx).loss).abs().item()
-    k.new_tokens, n = min(k.new_tokens, 32), k.new_tokens
-    same = torch.equal(decode_ours(k, width, "float32", False)(), decode_hf(k, width, "float32", False)())
-    k.new_tokens = n
+    few = replace(k, new_tokens=min(k.new_tokens, 32))
+    same = torch.equal(decode_ours(few, width, "float32", False)(), decode_hf(few, width, "float32", False)())
     size, tokens = sum(p.numel() for p in model.parameters()) / 1e6, "are the same" if same else "DIFFER"
     print(f"\nn_embd {width}: {size:.2f} M parameters. Llama with these weights, float32: logits {error:.0e} of their scale away,")
     print(f"loss {loss:.0e} nats away, greedy tokens {tokens}")
@@ -292,11 +291,8 @@ def main():
         raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
     if k.out and not Path(k.out).resolve().parent.is_dir():
         raise BadInput(f"out={k.out} is in a folder that does not exist")
-    longest = 8 + min(k.new_tokens, 32) if k.mode != "decode" else 8 + k.new_tokens
-    if max(longest, k.seq + 1) > k.block_size:
-        raise BadInput(
-            f"{max(longest, k.seq + 1)} tokens do not fit into block_size={k.block_size}; lower --seq or --new_tokens, or raise it"
-        )
+    if (longest := max(k.seq + 1, 8 + k.new_tokens)) > k.block_size:
+        raise BadInput(f"{longest} tokens do not fit into block_size={k.block_size}; lower --seq or --new_tokens")
     for width in k.n_embd or ():
         config_of(k, width)
     keep_freed_memory()

@@ -30,7 +30,7 @@ from model import ModelError
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "linear"),
-    "softmax and loss": ("_log_softmax", "nll_loss", "exp", "gather", "scatter", "logsumexp", "amax"),
+    "softmax and loss": ("_log_softmax", "nll_loss", "exp_", "gather", "scatter", "logsumexp", "amax"),
     "optimizer": ("_fused_adam", "_foreach", "addcdiv", "lerp"),
     "copies, casts, padding": ("copy_", "cat", "fill_", "constant_pad", "zero_", "index", "embedding", "slice_backward", "select_backward"),
     "norms and element-wise": (),

@@ -40,7 +40,14 @@ def test_peers_times_llama_beside_us(mode):
 
 
 @pytest.mark.parametrize(
-    "flag, said", [("--nanogpt=nowhere", "clone nanoGPT"), ("--out=no/folder.json", "does not exist"), ("x", "nothing to name")]
+    "flag, said",
+    [
+        ("--n_embd=63", "multiple of n_head"),
+        ("--nanogpt=nowhere", "clone nanoGPT"),
+        ("--out=no/folder.json", "does not exist"),
+        ("x", "nothing to name"),
+        ("--block_size=64", "lower --seq"),
+    ],
 )
 def test_peers_bad_input_is_one_line(flag, said):
     run = subprocess.run([sys.executable, "scripts/peers.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=120)
