@@ -5,12 +5,11 @@ whole step against the baseline's, interleaved in one process.
     python scripts/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 --vocab_size=10000 --block_size=512
 
 Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its quartiles:
-above 1 the alternative is faster.
+above 1 the alternative is faster. A peak is the most that the alternative's tensors hold at once.
 """
 
-import random
+import itertools
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +20,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Count, keep_freed_memory, one_line_errors, parse
-from model import ModelConfig, ModelError, Transformer, attend
+from config import BadInput, Count, keep_freed_memory, one_line_errors, parse
+from model import ModelConfig, ModelError, Transformer, attend, head_loss
+from scripts.turns import rounds, tensor_peak
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Parts:
     loss_vocab: Count = 10_000  # its token ids
     head_dim: tuple[Count, ...] = (4, 8, 16, 32)  # head sizes, for attention
     heads: Count = 128  # windows times heads, for attention
-    window: Count = 512  # tokens of a window, for attention
+    window: tuple[Count, ...] = (512,)  # tokens of a window, for attention
     n_embd: tuple[Count, ...] = (64,)  # widths, for the step
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
@@ -52,51 +51,48 @@ class Parts:
     iters: Count = 9  # timed rounds, after one to warm up
 
 
-def rounds(steps: dict, iters: int) -> dict[str, np.ndarray]:
-    """{name: (iters,) ms}, one call of each a round, in a new order each time."""
-    times, order = {name: [] for name in steps}, random.Random(0)
-    for _ in range(1 + iters):
-        for name in order.sample(list(steps), len(steps)):
-            begin = time.perf_counter()
-            steps[name]()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: np.array(t[1:]) for name, t in times.items()}
-
-
 def loss_steps(tokens: int, width: int, vocab: int) -> dict:
-    """Forward and backward of the head and the loss, float32 inputs and gradients."""
-    y, W = torch.randn(tokens, width, requires_grad=True), (0.02 * torch.randn(vocab, width)).requires_grad_()
-    targets = torch.randint(vocab, (tokens,))
+    """Forward and backward of the head and the loss: float32 inputs and gradients, logits in the type named."""
+    y, W = torch.randn(1, tokens, width, requires_grad=True), (0.02 * torch.randn(vocab, width)).requires_grad_()
+    targets = torch.randint(vocab, (1, tokens))
 
-    def total(y, targets, low):
+    def plain():
+        return F.cross_entropy(F.linear(y, W).float().flatten(0, 1), targets.flatten())
+
+    def library(dtype, **options):
+        options = nn.LinearCrossEntropyOptions(**options)
+        return F.linear_cross_entropy(y[0].to(dtype), W.to(dtype), targets[0], options=options)
+
+    def step(loss, low):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            logits = F.linear(y, W)
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-    def twice(low, size=512):
-        chunks = zip(y.split(size), targets.split(size), strict=True)
-        sum(checkpoint(total, *chunk, low, use_reentrant=False, preserve_rng_state=False) for chunk in chunks).backward()
-
-    def chunked(size, dtype=torch.float32):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size, acc_policy="balanced" if size else "auto")
-        F.linear_cross_entropy(y.to(dtype), W.to(dtype), targets, options=options).backward()
+            value = loss()
+        value.backward()
+        y.grad = W.grad = None
 
     steps = {}
-    for low, name in (False, "float32"), (True, "bfloat16"):
-        steps[f"plain, {name}"] = partial(lambda low: total(y, targets, low).backward(), low)
-        steps[f"chunks of 512 twice, {name}"] = partial(twice, low)
+    for dtype in (torch.float32, torch.bfloat16):
+        low, name = dtype == torch.bfloat16, str(dtype).removeprefix("torch.")
+        steps[f"plain, {name}"] = partial(step, plain, low)
+        steps[f"head_loss, {name}"] = partial(step, partial(head_loss, y, W, None, targets), low)
         if hasattr(nn, "LinearCrossEntropyOptions"):
-            for size in (None, 256, 512, 1024):
-                steps[f"library's chunks of {size or 'auto'}, {name}"] = partial(chunked, size, getattr(torch, name))
+            steps[f"library's own chunks, {name}"] = partial(step, partial(library, dtype), False)
+            for size in (256, 512, 1024):
+                steps[f"library's chunks of {size}, {name}"] = partial(step, partial(library, dtype, batch_chunk_size=size), False)
     return steps
 
 
 def attention_steps(heads: int, window: int, head_dim: int) -> dict:
     """Forward and backward of causal attention."""
-    plain, steps = partial(F.scaled_dot_product_attention, is_causal=True), {}
+    plain, padded, steps = partial(F.scaled_dot_product_attention, is_causal=True), max(head_dim, 16), {}
+
+    def pad(q, k, v):
+        q, k, v = (F.pad(t, (0, padded - head_dim)) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=head_dim**-0.5)[..., :head_dim]
+
     for name, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
         qkv = [torch.randn(1, window, heads, head_dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
-        for how, kernel in ("plain", plain), ("attend", attend):
+        kernels = {"plain": plain} | ({"padded to 16": pad} if padded > head_dim else {}) | {"attend": attend}
+        for how, kernel in kernels.items():
             steps[f"{how}, {name}"] = partial(lambda kernel, qkv: kernel(*qkv).sum().backward(), kernel, qkv)
     return steps
 
@@ -153,33 +149,33 @@ def variant_steps(k: Parts, width: int) -> dict:
     return steps | {norm: make(norm=norm) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")}
 
 
-def table(title: str, cases: dict, iters: int):
-    """cases: {label: () that makes the steps}; prints a row for each step."""
-    for label, make in cases.items():
-        times = rounds(make(), iters)
-        first = next(iter(times))
-        print(f"\n| {title}, {label} | ms | {first} / this, quartiles |\n|---|---:|---:|")
-        for name, t in times.items():
-            low, middle, high = np.percentile(times[first] / t, (25, 50, 75))
-            print(f"| {name} | {np.median(t):.1f} | {'1' if name == first else f'{middle:.3f}x {low:.3f}-{high:.3f}'} |", flush=True)
+def table(title: str, steps: dict, iters: int, memory: bool = False):
+    """Print a row for each step; `memory`: the most its tensors hold at once as well."""
+    times, first = rounds(steps, iters), next(iter(steps))
+    print(f"\n| {title} | ms | {first} / this, quartiles |{' peak, MB |' * memory}\n|---|---:|---:|{'---:|' * memory}")
+    for name, t in times.items():
+        low, middle, high = np.percentile(times[first] / t, (25, 50, 75))
+        ratio = "1" if name == first else f"{middle:.3f}x {low:.3f}-{high:.3f}"
+        peak = f" {tensor_peak(steps[name]) / 1e6:.0f} |" if memory else ""
+        print(f"| {name} | {np.median(t):.1f} | {ratio} |{peak}", flush=True)
 
 
 def main():
-    k, _, _ = parse(Parts, sys.argv[1:], usage=__doc__)
+    k, _, words = parse(Parts, sys.argv[1:], usage=__doc__)
+    if words:
+        raise BadInput(f"{words[0]}: there is nothing to name here but --key=value")
     if k.keep:
         keep_freed_memory()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {k.iters} rounds; freed memory kept: {k.keep}")
-    if "loss" in k.what:
-        cases = {f"n_embd {d}": lambda d=d: loss_steps(k.tokens, d, k.loss_vocab) for d in k.loss_embd}
-        table(f"head and loss, {k.tokens} tokens, vocabulary {k.loss_vocab}", cases, k.iters)
-    if "attention" in k.what:
-        cases = {f"head_dim {c}": lambda c=c: attention_steps(k.heads, k.window, c) for c in k.head_dim}
-        table(f"attention, {k.heads} heads, {k.window} tokens", cases, k.iters)
-    if "step" in k.what:
-        cases = {f"n_embd {d}": lambda d=d: variant_steps(k, d) for d in k.n_embd}
-        shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
-        table(f"training step{', compiled' if k.compiled else ''}, {shape}", cases, k.iters)
+    for d in k.loss_embd if "loss" in k.what else ():
+        title = f"head and loss, {k.tokens} tokens, vocabulary {k.loss_vocab}, n_embd {d}"
+        table(title, loss_steps(k.tokens, d, k.loss_vocab), k.iters, memory=True)
+    for C, T in itertools.product(k.head_dim, k.window) if "attention" in k.what else ():
+        table(f"attention, {k.heads} heads, {T} tokens, head_dim {C}", attention_steps(k.heads, T, C), k.iters)
+    for d in k.n_embd if "step" in k.what else ():
+        shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}, n_embd {d}"
+        table(f"training step{', compiled' if k.compiled else ''}, {shape}", variant_steps(k, d), k.iters)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ gradient clipping. "HF tuned" is the same with this repository's one setting out
 
 import importlib.util
 import json
-import multiprocessing
-import random
 import sys
 import time
 from contextlib import nullcontext
@@ -34,6 +32,7 @@ from bench import machine
 from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
 from model import TOLERANCE, ModelConfig, ModelError, Transformer
 from scripts.parts import training_step
+from scripts.turns import release_garbage, resident_peak, take_turns
 
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
 
@@ -135,25 +134,25 @@ def plain_step(model, loss, optimizer, k: Peers, dtype: str):
     return step
 
 
-def train_ours(k, width, dtype, compiled):
+def train_ours(k, width, dtype, how):
     model = seeded(k, width).train()
-    return training_step(model, corpus(k), k.batch_size, autocast(dtype), torch.compile(model) if compiled else model, lr=1e-4)
+    return training_step(model, corpus(k), k.batch_size, autocast(dtype), torch.compile(model) if how else model, lr=1e-4)
 
 
-def train_hf(k, width, dtype, compiled):
+def train_hf(k, width, dtype, how):
     llama = as_llama(seeded(k, width)).train()
-    forward = torch.compile(llama) if compiled else llama
+    forward = torch.compile(llama) if how else llama
     return plain_step(llama, lambda x, y: forward(input_ids=x, labels=x).loss, torch.optim.AdamW(llama.parameters(), lr=1e-4), k, dtype)
 
 
-def train_nanogpt(k, width, dtype, compiled):
+def train_nanogpt(k, width, dtype, how):
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(k.nanogpt) / "model.py")
     theirs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(theirs)
     gpt = theirs.GPT(theirs.GPTConfig(block_size=k.block_size, vocab_size=k.vocab_size, n_layer=k.n_layer, n_head=k.n_head,
                                       n_embd=width, dropout=0.0, bias=False))  # fmt: skip
     optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), "cpu")
-    forward = torch.compile(gpt) if compiled else gpt
+    forward = torch.compile(gpt) if how else gpt
     return plain_step(gpt, lambda x, y: forward(x, y)[1], optimizer, k, dtype)
 
 
@@ -161,77 +160,70 @@ def prompt(k: Peers, length: int) -> torch.Tensor:
     return torch.randint(k.vocab_size, (1, length), generator=torch.Generator().manual_seed(k.seed))
 
 
-def prefill_ours(k, width, dtype, compiled):
+def prefill_ours(k, width, dtype, how):
     model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, k.seq)
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, last_only=True))
 
 
-def prefill_hf(k, width, dtype, compiled):
+def prefill_hf(k, width, dtype, how):
     llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, k.seq)
-    forward = torch.compile(llama, dynamic=False) if compiled else llama
+    forward = torch.compile(llama, dynamic=False) if how else llama
     return torch.inference_mode()(lambda: forward(idx, logits_to_keep=1, use_cache=False).logits)
 
 
-def decode_ours(k, width, dtype, compiled):
+def decode_ours(k, width, dtype, how):
     model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, 8)
-    return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=compiled)
+    return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=bool(how))
 
 
-def decode_hf(k, width, dtype, static):
+def decode_hf(k, width, dtype, how):
     llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, 8)
     options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=k.new_tokens, min_new_tokens=k.new_tokens, do_sample=False)
-    options |= {"cache_implementation": "static"} if static else {}
+    if how:
+        options |= {"cache_implementation": "static"}
+    if "compiled" in how:  # by generate itself, which on a CPU wants to be told
+        options |= {"compile_config": transformers_or_refuse().CompileConfig(mode="default")}
+        options["compile_config"]._compile_all_devices = True
     return lambda: llama.generate(idx, **options)
 
 
 def contestants(k: Peers) -> dict[str, tuple]:
-    """{name: (function that makes the step, dtype, compiled, whether freed memory is kept)}; ours first."""
-    found = {}
-    for dtype in k.dtype:
-        for compiled in (False, True) if k.compiled else (False,):
-            how = f" compiled {dtype}" if compiled else f" {dtype}"
-            ours, hf = {"train": (train_ours, train_hf), "prefill": (prefill_ours, prefill_hf), "decode": (decode_ours, None)}[k.mode]
-            found[f"nanonorm{how}"] = (ours, dtype, compiled, True)
-            if hf is not None:
-                found[f"HF{how}"] = (hf, dtype, compiled, False)
-                found[f"HF tuned{how}"] = (hf, dtype, compiled, True)
-            if k.mode == "train" and k.nanogpt:
-                found[f"nanoGPT{how}"] = (train_nanogpt, dtype, compiled, False)
-        if k.mode == "decode":
-            found |= {f"HF {dtype}": (decode_hf, dtype, False, False), f"HF static cache {dtype}": (decode_hf, dtype, True, False)}
-    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("nanonorm")))
+    """{name: (function that makes the step, dtype, how, whether freed memory is kept)}; ours first."""
+    hows = ("", "compiled") if k.compiled else ("",)
+    ours, hf, theirs = {
+        "train": (train_ours, train_hf, hows),
+        "prefill": (prefill_ours, prefill_hf, hows),
+        "decode": (decode_ours, decode_hf, ("", "static cache", "compiled static cache")[: 3 if k.compiled else 2]),
+    }[k.mode]
+    cases = [("nanonorm", ours, how, True) for how in hows]
+    cases += [(f"HF{' tuned' * tuned}", hf, how, tuned) for how in theirs for tuned in (False, True) if not (tuned and "cache" in how)]
+    cases += [("nanoGPT", train_nanogpt, how, False) for how in hows if k.nanogpt and k.mode == "train"]
+    return {" ".join(filter(None, (name, how, dtype))): (make, dtype, how, keeps) for name, make, how, keeps in cases for dtype in k.dtype}
 
 
 # ---------------------------------------------------------------------------------------------------------
 # measuring
 
 
-def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def work(pipe, k: Peers, name: str, width: int):
-    """A contestant: sends the bytes that its first step added at the peak; then, for each word, the median ms of a turn."""
-    make, dtype, compiled, keeps = contestants(k)[name]
+def work(k: Peers, name: str, width: int):
+    """A contestant: yields the bytes that its first step added at the peak, then the median ms of each turn."""
+    make, dtype, how, keeps = contestants(k)[name]
+    step = make(k, width, dtype, how)
+    release_garbage()
     if keeps:
         keep_freed_memory()
-    step = make(k, width, dtype, compiled)
-    if compiled:
+    if "compiled" in how:
         step()  # the compiler's own memory is not the step's
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    before = status("VmRSS")
-    step()
-    pipe.send(None if compiled else status("VmHWM") - before)
-    while pipe.recv():
+    first = resident_peak(step)
+    yield None if "compiled" in how else first
+    while True:
         times = []
         while sum(times) < TURN_MS:
             begin = time.perf_counter()
             step()
             times.append((time.perf_counter() - begin) * 1e3)
-        pipe.send(float(np.median(times)))
+        yield float(np.median(times))
 
 
 def compare(k: Peers, width: int):
@@ -243,7 +235,7 @@ def compare(k: Peers, width: int):
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
         loss = (model(idx[:, :-1], idx[:, 1:]).ce - llama(idx, labels=idx).loss).abs().item()
     few = replace(k, new_tokens=min(k.new_tokens, 32))
-    same = torch.equal(decode_ours(few, width, "float32", False)(), decode_hf(few, width, "float32", False)())
+    same = torch.equal(decode_ours(few, width, "float32", "")(), decode_hf(few, width, "float32", "")())
     size, tokens = sum(p.numel() for p in model.parameters()) / 1e6, "are the same" if same else "DIFFER"
     print(f"\nn_embd {width}: {size:.2f} M parameters. Llama with these weights, float32: logits {error:.0e} of their scale away,")
     print(f"loss {loss:.0e} nats away, greedy tokens {tokens}")
@@ -252,34 +244,17 @@ def compare(k: Peers, width: int):
 
 
 def measure(k: Peers, width: int) -> list[dict]:
-    """Time all contestants at this width, round-robin. One dict of figures for each."""
-    names, rng, context = list(contestants(k)), random.Random(k.seed), multiprocessing.get_context("spawn")
-    pipes, processes, peaks, times = {}, {}, {}, {name: [] for name in names}
-    try:
-        for name in names:
-            pipes[name], far = context.Pipe()
-            processes[name] = context.Process(target=work, args=(far, k, name, width), daemon=True)
-            processes[name].start()
-            far.close()
-            try:
-                peaks[name] = pipes[name].recv()
-            except EOFError:
-                raise BadInput(f"{name} at n_embd {width} has died; its message is above") from None
-        for _ in range(1 + k.iters):
-            for name in rng.sample(names, len(names)):
-                pipes[name].send(True)
-                times[name].append(pipes[name].recv())
-    finally:
-        for process in processes.values():
-            process.kill()
-    times = {name: np.array(t[1:]) for name, t in times.items()}
+    """Time all contestants at this width. One dict of figures for each."""
+    names = list(contestants(k))
+    said = take_turns({name: (work, k, name, width) for name in names}, 1 + k.iters, k.seed)
+    times = {name: np.array(values[2:]) for name, values in said.items()}  # but the peak and the round to warm up
     best = min((n for n in names if n.startswith("nanonorm")), key=lambda n: np.median(times[n]))
     units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
     rows = []
     for name in names:
         low, middle, high = np.percentile(times[name] / times[best], (25, 50, 75)).tolist()
         rows.append(dict(name=name, n_embd=width, ms=float(np.median(times[name])), tok_s=units / float(np.median(times[name])) * 1e3,
-                         ratio=middle, ratio_q1=low, ratio_q3=high, best=best, peak_bytes=peaks[name]))  # fmt: skip
+                         ratio=middle, ratio_q1=low, ratio_q3=high, best=best, peak_bytes=said[name][0]))  # fmt: skip
     return rows
 
 

@@ -11,7 +11,6 @@ norms, RoPE, SwiGLU and residuals, which share operators, are one kind.
 
 import importlib.util
 import json
-import multiprocessing
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ROOT, BadInput, Count, atomic_write, one_line_errors, parse
 from model import ModelError
+from scripts.turns import take_turns
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),
@@ -68,7 +68,7 @@ def step_of(k: Where, who: str, width: int):
     peers = load(ROOT / "scripts/peers.py", "peers")
     shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head, batch_size=k.batch_size)
     if who == "llama":
-        return peers.train_hf(peers.Peers(**shape), width, "bfloat16" if low else "float32", False)
+        return peers.train_hf(peers.Peers(**shape), width, "bfloat16" if low else "float32", "")
     root, norm = who.rsplit(":", 1)
     if hasattr(load(Path(root) / "config/__init__.py", "theirs"), "keep_freed_memory"):
         peers.keep_freed_memory()
@@ -84,43 +84,25 @@ def kind_of(operator: str) -> str:
     return next((kind for kind, starts in KINDS.items() if name.startswith(starts)), "norms and element-wise")
 
 
-def work(pipe, k: Where, who: str, width: int):
-    """Sends {kind: ms} of one step for each word it is sent."""
+def work(k: Where, who: str, width: int):
+    """Yields when it is warm, then {kind: ms} of one step each time."""
     step = step_of(k, who, width)
     for _ in range(3):
         step()
-    pipe.send(True)
-    while pipe.recv():
+    yield
+    while True:
         with profile() as recorded:
             step()
         times = dict.fromkeys(KINDS, 0.0)
         for event in recorded.key_averages():
             times[kind_of(event.key)] += event.self_cpu_time_total / 1e3
-        pipe.send(times)
+        yield times
 
 
 def measure(k: Where, contestants: dict[str, str], width: int) -> dict[str, dict[str, float]]:
     """{label: {kind: median ms}}."""
-    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
-    seen = {label: [] for label in contestants}
-    try:
-        for label, who in contestants.items():
-            pipes[label], far = context.Pipe()
-            processes.append(context.Process(target=work, args=(far, k, who, width), daemon=True))
-            processes[-1].start()
-            far.close()
-            try:
-                pipes[label].recv()
-            except EOFError:
-                raise BadInput(f"{label} at n_embd {width} has died; its message is above") from None
-        for _ in range(k.iters):
-            for label, pipe in pipes.items():
-                pipe.send(True)
-                seen[label].append(pipe.recv())
-    finally:
-        for process in processes:
-            process.kill()
-    return {label: {kind: float(np.median([t[kind] for t in steps])) for kind in KINDS} for label, steps in seen.items()}
+    said = take_turns({label: (work, k, who, width) for label, who in contestants.items()}, k.iters, seed=0)
+    return {label: {kind: float(np.median([t[kind] for t in steps])) for kind in KINDS} for label, (_, *steps) in said.items()}
 
 
 def draw(path: str, results: dict[int, dict]):

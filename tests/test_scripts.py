@@ -4,9 +4,14 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from config import BadInput
+from scripts.turns import resident_peak, take_turns, tensor_peak
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,9 +22,9 @@ def test_parts_prints_its_tables(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/parts.py"), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
     out = capsys.readouterr().out
-    tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms")
+    tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms", "| peak, MB |")
     assert all(title in out for title in tables)
-    for name in ("plain, bfloat16", "attend, bfloat16", "taper, blend", "cbwc"):
+    for name in ("plain, bfloat16", "head_loss, bfloat16", "padded to 16, float32", "attend, bfloat16", "taper, blend", "cbwc"):
         assert f"\n| {name} | " in out
 
 
@@ -34,7 +39,7 @@ def test_peers_times_llama_beside_us(mode):
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     names = {r["name"] for r in report["rows"]}
-    assert names > {"nanonorm float32", "HF float32"}
+    assert names >= {"nanonorm float32", "HF float32", "HF tuned float32"}
     assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in report["rows"])
     assert "greedy tokens are the same" in run.stdout
 
@@ -52,3 +57,37 @@ def test_peers_times_llama_beside_us(mode):
 def test_peers_bad_input_is_one_line(flag, said):
     run = subprocess.run([sys.executable, "scripts/peers.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2 and said in run.stderr and run.stderr.count("\n") == 1 and not run.stdout
+
+
+def steady(name, gap_s):
+    yield "ready"
+    while True:
+        time.sleep(gap_s)
+        yield name
+
+
+def dying():
+    yield "ready"
+    raise RuntimeError("no more")
+
+
+def test_contestants_take_turns():
+    said = take_turns({"a": (steady, "a", 0.01), "b": (steady, "b", 0.0)}, rounds=3, seed=0)
+    assert said == {"a": ["ready", "a", "a", "a"], "b": ["ready", "b", "b", "b"]}
+
+
+def test_a_contestant_that_dies_ends_the_game(capfd):
+    with pytest.raises(BadInput, match="b has died"):
+        take_turns({"a": (steady, "a", 0.0), "b": (dying,)}, rounds=3, seed=0)
+    assert "no more" in capfd.readouterr().err
+
+
+def test_peaks_are_what_a_step_holds_at_once():
+    def step():
+        for _ in range(3):
+            a = torch.ones(1000, 1000)
+            b = a + 1
+            del a, b
+
+    assert 0 <= tensor_peak(step) - 2 * 4_000_000 < 100  # and the 1
+    assert 50e6 < resident_peak(lambda: torch.ones(5000, 3000)) < 70e6  # 60 MB, and what else the process does
