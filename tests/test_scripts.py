@@ -1,6 +1,7 @@
 """The scripts run, on sizes that take no time."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -91,3 +92,12 @@ def test_peaks_are_what_a_step_holds_at_once():
 
     assert 0 <= tensor_peak(step) - 2 * 4_000_000 < 100  # and the 1
     assert 50e6 < resident_peak(lambda: torch.ones(5000, 3000)) < 70e6  # 60 MB, and what else the process does
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, written", [("gpu_speed.sh", "train.txt"), ("gpu_sweep.sh", "report.md")])
+def test_gpu_scripts_run_at_toy_sizes_on_a_cpu(script, written, tmp_path):
+    env = os.environ | {"TRY": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(["bash", f"scripts/{script}", str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "tok/s" in (tmp_path / written).read_text()
