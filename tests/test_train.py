@@ -118,7 +118,7 @@ def reference(corpus, tmp_path_factory, one_thread) -> Path:
 
 def test_what_a_run_writes(reference, corpus):
     names = {p.name for p in reference.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
+    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
     header = json.loads((reference / "metrics.jsonl").read_text().splitlines()[0])
     assert header["settings"] == json.loads((reference / "config.json").read_text())
     assert {"torch", "commit", "python"} <= header["versions"].keys()
