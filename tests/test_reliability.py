@@ -44,7 +44,7 @@ def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
     """Anywhere in the file: either it is refused, or what it holds is the same. torch.load alone reads most of them as they are."""
     whole, content, rng = (short / "ckpt.pt").read_bytes(), final(short), random.Random(0)
     path, outcomes = tmp_path / "ckpt.pt", {"refused": 0, "the same": 0, "torch.load reads something else": 0}
-    for _ in range(300):
+    for _ in range(200):
         broken = bytearray(whole)
         broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(broken)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
             except Exception:  # it noticed, in its own words
                 continue
     print(outcomes)
-    assert outcomes["refused"] > 200 and outcomes["torch.load reads something else"] > 100
+    assert outcomes["refused"] > 150 and outcomes["torch.load reads something else"] > 100
 
 
 def test_a_file_cut_anywhere_is_refused(short, tmp_path):
@@ -89,7 +89,9 @@ def test_files_of_other_formats(short, tmp_path, capsys):
     assert "format 2" in error and "format 1" in error and "use the version" in error
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "foreign"])
+@pytest.mark.parametrize(
+    "damage", ["bit", pytest.param("cut", marks=pytest.mark.slow), "gone", pytest.param("foreign", marks=pytest.mark.slow)]
+)
 def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsys):
     """With one line; the run then ends as ever, and the damaged file never takes the place of the good one."""
     out = tmp_path / "run"
@@ -137,11 +139,9 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize(
-    "at, n", [("write", 700), ("fsync", 7), ("link", 1), ("replace", 5), ("replace", 6), ("before", 10), ("after", 19)]
-)
+@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), ("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
-    """Torn writes, syncs, between the renames of a checkpoint, beside an update; tests/kills.py is the long form."""
+    """A torn write, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
     out = tmp_path / "run"
     dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
@@ -169,6 +169,15 @@ def test_auto_starts_and_goes_on(short, corpus, tmp_path, capsys):
     assert "seed" in refused(capsys, *flags(out, corpus, **SHORT, init_from="auto", seed=3))
 
 
+def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeypatch):
+    shutil.copytree(short, tmp_path / "out")
+    before = {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/folded.pt").unlink()
+    train("--init_from=resume")  # out_dir is not named: its default
+    assert (tmp_path / "out/folded.pt").exists() and before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
+
+
 def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):
     (tmp_path / "ckpt.pt").write_bytes(b"not read")
     with hold_folder(tmp_path):
@@ -179,8 +188,7 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 # --- disks
 
 
-@pytest.mark.parametrize("at, n, error", [("write", 2, "ENOSPC"), ("write", 900, "ENOSPC"), ("fsync", 1, "EIO"), ("fsync", 9, "EIO"),
-                                          ("replace", 1, "EROFS"), ("replace", 6, "EROFS")])  # fmt: skip
+@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
 def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
     out, words = tmp_path / "run", os.strerror(getattr(errno, error))
     with monkeypatch.context() as patch:
@@ -192,6 +200,7 @@ def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, cap
     assert_same_run(short, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["write", "fsync", "replace", "link"])
 def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call):
     """Also in the log, whose file stays open."""
@@ -237,9 +246,10 @@ def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedPro
     return subprocess.run(["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True)
 
 
-@pytest.mark.parametrize("size, step", [("400k", None), ("700k", 0), ("1300k", 5)])
+@pytest.mark.parametrize("size, step", [("100k", None), ("400k", 0), ("1400k", 10)])
 def test_a_full_disk(short, corpus, tmp_path, size, step):
-    """Room for no checkpoint, for one, for two but not the third that a rename needs for a moment: one line, what is there stays good."""
+    """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the third that a rename needs for a
+    moment: one line, and what is there stays good."""
     done = in_tmpfs(tmp_path, size, "true", flags(tmp_path / "small/run", corpus, **SHORT))
     assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     left = tmp_path / "left"
@@ -304,7 +314,7 @@ def test_what_a_spike_is():
     assert spike(9.0, [4.0] * 4) == 0  # too few to tell
     assert spike(4.5, [4.0] * 5) == 0 and spike(4.75, [4.0] * 5) == 0.75
     noisy = [4.0, 4.5, 5.0, 5.5, 6.0]  # median 5, median deviation 0.5
-    assert spike(5 + 6 * 1.4826 * 0.5, noisy) == 0 and spike(9.5, noisy) == 4.5
+    assert spike(9.4, noisy) == 0 and spike(9.5, noisy) == 4.5  # 6 * 1.4826 * 0.5 = 4.45
     assert spike(float("nan"), noisy) == 0 and spike(1.0, noisy) == 0
 
 
