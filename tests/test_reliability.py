@@ -175,6 +175,7 @@ def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/folded.pt").unlink()
     train("--init_from=resume")  # out_dir is not named: its default
+    assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
     assert (tmp_path / "out/folded.pt").exists() and before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
 
 
@@ -246,7 +247,9 @@ def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedPro
     return subprocess.run(["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True)
 
 
-@pytest.mark.parametrize("size, step", [("100k", None), ("400k", 0), ("1400k", 10)])
+@pytest.mark.parametrize(
+    "size, step", [("400k", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("100k", None), ("1400k", 10)))]
+)
 def test_a_full_disk(short, corpus, tmp_path, size, step):
     """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the third that a rename needs for a
     moment: one line, and what is there stays good."""
