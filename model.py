@@ -14,6 +14,7 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, 
 
 import copy
 import math
+import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,9 +26,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+FORMAT = 1  # of a model file, in its meta; a file without the number is of format 1
+
 
 class ModelError(ValueError):
     """A configuration that means nothing, a file that is not a model, a fold that fails its proof. One line."""
+
+
+class BadFile(ModelError):
+    """A model file that is missing or damaged, or no model file at all."""
 
 
 @dataclass(frozen=True)
@@ -266,12 +273,16 @@ class Tracker(nn.Module):
         seen = -torch.expm1(self.ema_count * self.log_keep)  # 1 - (1 - mu)^n, which would cancel in float32
         return [ema / seen for ema in self.averages()]
 
-    def freeze(self, buffer, value):
-        if not (torch.isfinite(value) and value > 0):
+    def freeze(self, buffer, value, degenerate=False):
+        if degenerate or not (torch.isfinite(value) and value > 0):
             raise ModelError(
-                f"cannot calibrate on {self.ema_count.item():g} steps that give {value.item():g}; is the stream 0, or gate_start too early?"
+                f"cannot calibrate on {self.ema_count.item():g} steps that give {value.item():g}: the stream is 0 or not finite there, "
+                "or was never seen; raise gate_start, or lower learning_rate and start anew"
             )
         buffer.copy_(value)
+
+
+DELTA = 1e-12  # keeps c finite where nothing flows
 
 
 class TaperNorm(Tracker):
@@ -320,11 +331,11 @@ class TaperNorm(Tracker):
     def c_now(self):
         """c* = E[|h w|^2/r] / E[|h w|^2], the least-squares fit of c h w to h/r w. 0-dim."""
         num, den = self.corrected()
-        return num / (den + 1e-12)
+        return num / (den + DELTA)
 
     def calibrate(self):
         """Freeze c and start weight_tilde from weight. ModelError if nothing usable was observed."""
-        self.freeze(self.c, self.c_now())
+        self.freeze(self.c, self.c_now(), degenerate=self.corrected()[1] <= DELTA)  # c would be a fit to delta, not to the stream
         self.weight_tilde.copy_(self.weight)
 
     def fixed(self):
@@ -369,7 +380,8 @@ class ScaleAnchor(Tracker):
         return self.corrected()[0] if self.phase == "norm" else self.target
 
     def calibrate(self):
-        self.freeze(self.target, self.target_now())
+        nothing = math.sqrt(self.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
+        self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
 
 
 NORMS = {  # name -> norm of a ModelConfig
@@ -762,7 +774,7 @@ class Transformer(nn.Module):
 
     def to_file(self, meta: dict) -> dict:
         """What a model file holds; torch.save it."""
-        return {"config": asdict(self.config), "state": self.state_dict(), "meta": meta}
+        return {"config": asdict(self.config), "state": self.state_dict(), "meta": {**meta, "format": FORMAT}}
 
     @classmethod
     def load(cls, path, device="cpu") -> "Transformer":
@@ -811,22 +823,36 @@ def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rn
 
 
 def read_file(path) -> dict:
-    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. ModelError."""
+    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it.
+
+    torch.save writes a CRC-32 of every tensor, which torch.load does not look at.
+    Raises: BadFile, or another ModelError for a file of another format.
+    """
     path = Path(path)
     try:
-        file = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as f:
+            if (member := zipfile.ZipFile(f).testzip()) is not None:
+                raise ValueError(f"{member} fails its checksum")
+            f.seek(0)
+            file = torch.load(f, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ModelError(f"no model file {path}") from None
+        raise BadFile(f"no model file {path}") from None
     except IsADirectoryError:
-        raise ModelError(f"{path} is a folder; name a .pt file in it") from None
+        raise BadFile(f"{path} is a folder; name a .pt file in it") from None
+    except MemoryError:
+        raise
     except Exception as e:
-        reason = str(e).split(". ")[0].split("\n")[0][:120]
-        raise ModelError(f"{path} cannot be read as a model file: it is cut short or was not written by this project ({reason})") from None
+        reason = str(e).split(". ")[0].split("\n")[0][:120] or type(e).__name__
+        raise BadFile(
+            f"{path} cannot be read as a model file: it is damaged, cut short or was not written by this project ({reason})"
+        ) from None
     if not (isinstance(file, dict) and all(isinstance(file.get(k), dict) for k in ("config", "state", "meta"))):
-        raise ModelError(f"{path} is not a model file of this project: it lacks config, state or meta")
+        raise BadFile(f"{path} is not a model file of this project: it lacks config, state or meta")
+    if (version := file["meta"].get("format", 1)) != FORMAT:
+        raise ModelError(f"{path} is of format {str(version)[:20]}, and this version reads format {FORMAT}; use the version that wrote it")
     wrong = [name for name, t in file["state"].items() if not (isinstance(t, torch.Tensor) and t.is_floating_point())]
     if wrong or "tok_emb.weight" not in file["state"]:
-        raise ModelError(f"{path} is not a model file of this project: in its state {(wrong or ['tok_emb.weight'])[0]} is no float tensor")
+        raise BadFile(f"{path} is not a model file of this project: in its state {(wrong or ['tok_emb.weight'])[0]} is no float tensor")
     return file
 
 

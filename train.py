@@ -2,12 +2,12 @@
 
     python train.py config/demo.py                                 # a run on one device
     python train.py config/taper_30m.py --max_iters=20000          # files in order, then flags; --help lists them
-    python train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run
+    python train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run; auto: if there is one, else start
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
                                                                    # several GPUs or processes, the same 16 windows a step
 
-Writes out_dir/: config.json, metrics.jsonl, ckpt.pt, tokenizer.model and, at the end, the exports
-(unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
+Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model and, at the end,
+the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
 import gc
@@ -17,11 +17,13 @@ import os
 import platform
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import uuid
-from contextlib import ExitStack, nullcontext, suppress
+from collections import deque
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -30,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import config
 from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
 from data import open_corpus
-from model import ModelConfig, ModelError, Transformer, export, exports, read_file
+from model import BadFile, ModelConfig, ModelError, Transformer, export, exports, read_file
 
 try:
     from tqdm import tqdm
@@ -132,7 +135,8 @@ def first_nonfinite(model, batches, autocast) -> str:
     found = []
 
     def look(module, args, out):
-        if not found and not torch.isfinite(out if isinstance(out, torch.Tensor) else out.total).all():
+        out = getattr(out, "total", out)
+        if not found and out is not None and not torch.isfinite(out).all():  # None: the anchor before its target is frozen
             found.append(f"output of {names[module] or 'the loss'}")
 
     names = {m: name for name, m in model.named_modules()}
@@ -144,27 +148,26 @@ def first_nonfinite(model, batches, autocast) -> str:
     for h in hooks:
         h.remove()
     grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    return found[0] if found else f"gradient of {grads[-1]}" if grads else "gradient on another rank"
+    return found[0] if found else f"gradient of {grads[-1]}" if grads else "value on another rank"
+
+
+def spike(loss: float, before) -> float:
+    """By how many nats `loss` exceeds the median of the log lines `before` it, where that is beyond their noise (6 robust
+    standard deviations) and half a nat; else 0."""
+    if len(before) < 5:
+        return 0.0
+    median = statistics.median(before)
+    noise = 1.4826 * statistics.median(abs(x - median) for x in before)
+    return loss - median if loss - median > max(0.5, 6 * noise) else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------
 # files
 
 
-def save(payload: dict, path: Path):
-    with atomic_write(path) as f:
+def save(payload: dict, path: Path, kept: Path | None = None):
+    with atomic_write(path, kept=kept) as f:
         torch.save(payload, f)
-
-
-def log_until(path: Path, step: int) -> list[str]:
-    """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again."""
-    lines = []
-    with suppress(OSError, ValueError):  # a line cut short by the kill is the last one
-        for line in path.read_text().splitlines():
-            if json.loads(line).get("iter", 0) > step:
-                break
-            lines.append(line)
-    return lines
 
 
 def start_wandb(cfg: Config, run_id: str):
@@ -187,25 +190,22 @@ def versions(device) -> dict:
             "device": name, "threads": torch.get_num_threads()}  # fmt: skip
 
 
-def resumed(cfg: Config, explicit: set) -> tuple[Config, dict]:
-    """(the run's own settings, its checkpoint) for --init_from=resume. BadInput if what was asked for is another run."""
-    path = Path(cfg.out_dir) / "ckpt.pt"
-    if not path.exists():
-        raise BadInput(f"nothing to resume: {path} does not exist; start the run without --init_from=resume")
+def read_checkpoint(path: Path) -> dict:
     ckpt = read_file(path)
-    if not isinstance(ckpt.get("run"), dict) or "optimizer" not in ckpt or set(ckpt["run"]) != {f.name for f in fields(Config)}:
-        raise BadInput(f"{path} is not a training checkpoint of this version")
+    dicts = all(isinstance(ckpt.get(k), dict) for k in ("run", "optimizer", "progress"))
+    if not dicts or set(ckpt["run"]) != {f.name for f in fields(Config)} or type(ckpt["progress"].get("iter")) is not int:
+        raise BadFile(f"{path} is not a training checkpoint of this version")
+    return ckpt
+
+
+def resumed(cfg: Config, explicit: set, ckpt: dict) -> Config:
+    """The run's own settings. BadInput if what was asked for is another run."""
     run = Config(**ckpt["run"])
     for name in sorted(explicit - FREE_ON_RESUME):
         ours, theirs = getattr(cfg, name), getattr(run, name)
         if ours is not None and ours != theirs:
             raise BadInput(f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or name another out_dir")
-    return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME}), ckpt
-
-
-def refuse_another_run(out_dir: Path, ckpt: dict | None):
-    if ckpt is None and (held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "config.json", "metrics.jsonl")) if p.exists()]):
-        raise BadInput(f"{out_dir} holds another run ({held[0]}); add --init_from=resume to go on with it, or name another --out_dir")
+    return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME | {"out_dir"}})
 
 
 def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
@@ -235,13 +235,25 @@ def main(held: ExitStack):
     # --- what to run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop; takes a prepare.py down with it
     cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
-    cfg, ckpt = resumed(cfg, explicit) if cfg.init_from == "resume" else (cfg.resolve(), None)
+    rank, ranks, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    main_rank, ckpt = rank == 0, None
+    out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
+    newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
+    found = newest.exists() or previous.exists()
+    if cfg.init_from == "resume" and not found:
+        raise BadInput(f"nothing to resume: {newest} does not exist; start the run without --init_from=resume")
+    if cfg.init_from == "scratch" or not found:
+        config.refuse_another_run(out_dir)
+        cfg.resolve()
+    else:
+        if main_rank:
+            held.enter_context(hold_folder(out_dir))  # before the checkpoint is read: no other process may be about to replace it
+        ckpt, source, damage = config.first_good(read_checkpoint, BadFile, newest, previous)
+        if damage and main_rank:
+            print(f"train.py: {damage}; going on from step {ckpt['progress']['iter']} of {source}", file=sys.stderr)
+        cfg = resumed(cfg, explicit, ckpt)
     knobs = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig) if f.name != "form" and getattr(cfg, f.name, None) is not None}
     model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
-    out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
-    rank, ranks, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    main_rank = rank == 0
-    refuse_another_run(out_dir, ckpt)
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
     device, dtype = pick_device(cfg, local_rank)
@@ -255,6 +267,10 @@ def main(held: ExitStack):
     if ranks > 1:
         dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
         host_group = dist.new_group(backend="gloo")  # for agreeing on signals without touching the GPU
+        step = -1 if ckpt is None else ckpt["progress"]["iter"]
+        dist.all_reduce(ends := torch.tensor([step, -step]), dist.ReduceOp.MAX, host_group)
+        if ends.sum():
+            raise BadInput(f"the ranks found checkpoints of steps {-ends[1]} to {ends[0]} in {out_dir}: it was being written; start again")
 
     # --- data
     folder = ROOT / "data" / cfg.dataset
@@ -283,7 +299,7 @@ def main(held: ExitStack):
     if ckpt is None:
         model = Transformer(model_config)
     else:
-        model = Transformer.from_file(ckpt, out_dir / "ckpt.pt")
+        model = Transformer.from_file(ckpt, source)
         if model.config != model_config or ckpt["meta"]["corpus"]["tokenizer_sha256"] != corpus["tokenizer_sha256"]:
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
@@ -298,12 +314,12 @@ def main(held: ExitStack):
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
             wrong = [p.shape for p, s in optimizer.state.items() if {s["exp_avg"].shape, s["exp_avg_sq"].shape} != {p.shape}]
-            if wrong or not isinstance(iter_num, int):
-                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}" if wrong else f"iter {iter_num}")
+            if wrong:
+                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
         except torch.OutOfMemoryError:
             raise
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-            raise BadInput(f"{out_dir}/ckpt.pt is damaged ({e!r}); start anew in another out_dir") from None
+            raise BadInput(f"{source} is damaged ({e!r}); move it away to go on from another, or start anew in another out_dir") from None
     compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
@@ -324,15 +340,20 @@ def main(held: ExitStack):
             totals.zero_()  # the first rank now holds everyone's
             return
         if metrics is not None:
-            os.fsync(metrics.fileno())
+            with config.writing(out_dir / "metrics.jsonl"):
+                os.fsync(metrics.fileno())
         meta = {"iter": iter_num, "phase": model.phase, "gate": model.gate.item(), "corpus": origin, "versions": code}
         progress = {"iter": iter_num, "run_id": run_id, "totals": totals.cpu(), "val": val}
-        save({**model.to_file(meta), "optimizer": optimizer.state_dict(), "run": asdict(cfg), "progress": progress}, out_dir / "ckpt.pt")
+        save({**model.to_file(meta), "optimizer": optimizer.state_dict(), "run": asdict(cfg), "progress": progress}, newest, kept=previous)
 
     metrics, wandb_run = None, None
     if main_rank:
-        held.enter_context(hold_folder(out_dir))
-        refuse_another_run(out_dir, ckpt)
+        if ckpt is None:
+            held.enter_context(hold_folder(out_dir))
+            config.refuse_another_run(out_dir)
+        elif source == previous and newest.exists():
+            with config.writing(out_dir):
+                newest.replace(out_dir / "ckpt.bad.pt")  # else the next checkpoint would keep it as the previous one
         try:
             for stale in out_dir.glob("*.tmp"):
                 stale.unlink()
@@ -345,14 +366,16 @@ def main(held: ExitStack):
     if main_rank:
         size = sum(p.numel() for p in model.parameters())
         header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
-        lines = log_until(out_dir / "metrics.jsonl", iter_num) or [json.dumps(header)]
+        lines = config.log_until(out_dir / "metrics.jsonl", iter_num) or [json.dumps(header)]
         with atomic_write(out_dir / "metrics.jsonl", "w") as f:
             f.writelines(line + "\n" for line in lines)
         with atomic_write(out_dir / "tokenizer.model") as f:
             f.write((folder / corpus["tokenizer"]).read_bytes())
         with atomic_write(out_dir / "config.json", "w") as f:
             f.write(json.dumps(asdict(cfg), indent=1) + "\n")
-        metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
+        recent = deque([x for text in lines if (x := json.loads(text).get("train/loss")) is not None], maxlen=20)
+        with config.writing(out_dir / "metrics.jsonl"):
+            metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
         kind = f"{str(dtype).removeprefix('torch.')} on {code['device']}"
         print(
             f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens from {corpus['source']}; {kind}; writing {out_dir}"
@@ -371,7 +394,7 @@ def main(held: ExitStack):
 
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, on_signal)
-    bad_step = torch.full((), -1, device=device)  # first step with a non-finite gradient; no update is made from there on
+    bad_step = torch.full((), cfg.max_iters, device=device)  # first step with a non-finite loss or gradient; no update from there on
     params = list(model.parameters())
     bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
     gc.collect()
@@ -408,8 +431,8 @@ def main(held: ExitStack):
         line = {"grad/total": total_norm.item(), **grad_norms(model)} if logs and main_rank else {}
         if cfg.grad_clip:
             torch.nn.utils.clip_grads_with_norm_([p for p in params if p.grad is not None], cfg.grad_clip, total_norm)
-        bad_step = torch.where((bad_step < 0) & ~torch.isfinite(total_norm), iter_num, bad_step)
-        optimizer.found_inf = (bad_step >= 0).float()
+        bad_step = torch.where(torch.isfinite(total_norm) & torch.isfinite(totals).all(), bad_step, bad_step.clamp(max=iter_num))
+        optimizer.found_inf = (bad_step < cfg.max_iters).float()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         iter_num = last
@@ -419,7 +442,10 @@ def main(held: ExitStack):
             stop = flag.item()
 
         # look, where it is time to
-        if (logs or evals or saves or boundary or stop) and (k := bad_step.item()) >= 0:
+        looks = logs or evals or saves or boundary or stop
+        if looks and ranks > 1:
+            dist.all_reduce(bad_step, dist.ReduceOp.MIN)  # a loss is one rank's own
+        if looks and (k := bad_step.item()) < cfg.max_iters:
             model.gate.fill_(gate_at(k, cfg)[1])
             batches = [train_batch(train_tokens, cfg, k, micro * ranks + rank, device) for micro in range(micro_steps)]
             where = first_nonfinite(model, batches, autocast)
@@ -452,10 +478,16 @@ def main(held: ExitStack):
             if model.taper_norms():  # the same at the current gate
                 val["val/loss_gated"] = validate(model, *shard)
             line |= val
+        if main_rank and logs:
+            if excess := spike(line["train/loss"], recent):
+                line["train/spike"] = excess
+                tqdm.write(f"step {iter_num}: train/loss {line['train/loss']:.4f} is {excess:.2f} nats above the median before it")
+            recent.append(line["train/loss"])
         if main_rank and (logs or evals):
             finite = {k: v if math.isfinite(v) else None for k, v in line.items()}  # JSON has no nan
-            metrics.write(json.dumps({"iter": iter_num, **finite}) + "\n")
-            metrics.flush()
+            with config.writing(out_dir / "metrics.jsonl"):
+                metrics.write(json.dumps({"iter": iter_num, **finite}) + "\n")
+                metrics.flush()
             if wandb_run is not None:
                 wandb_run.log(line, step=iter_num)
         if main_rank and evals:

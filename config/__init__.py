@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import fcntl
 import inspect
+import json
 import math
 import os
 import re
@@ -63,32 +64,58 @@ def one_line_errors(*also: type[Exception]):
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | Path, mode: str = "wb"):
+def writing(path: str | Path):
+    """Turn an OSError (full disk, read-only folder, folder gone) into BadInput that names `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as e:
+        # torch.save reports a failed write as RuntimeError raised from, or while handling, the OSError
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise BadInput(f"cannot write {path}: {cause.strerror or cause}; free the disk or name another folder") from e
+
+
+def keep_previous(path: Path, kept: Path):
+    """Give the file at `path` the second name `kept`, so that it outlives its replacement. No name is gone at any moment;
+    where a file cannot have two names, `path` is, until it is replaced."""
+    if path.exists():
+        tmp = kept.with_name(kept.name + ".tmp")
+        try:
+            os.link(path, tmp)
+        except OSError:
+            os.replace(path, kept)
+        else:
+            os.replace(tmp, kept)
+            tmp.unlink(missing_ok=True)  # it is still there if both were names of one file: that rename does nothing
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
     """Open a file beside `path` for writing; on success sync it and rename it over `path`, else remove it.
 
-    A reader sees the old file or the new one, never a part, whatever kills the writer. OSError (full disk,
-    read-only folder) becomes BadInput.
+    A reader sees the old file or the new one, never a part, whatever kills the writer. What stood at `path` stays
+    as `kept`, if that is given. OSError (full disk, read-only folder) becomes BadInput.
     """
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
     try:
-        with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
-    except BaseException as e:
+        with writing(path):
+            with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            if kept is not None:
+                keep_previous(path, kept)
+            os.replace(tmp, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the rename itself must survive a power cut
+            finally:
+                os.close(folder)
+    except BaseException:
         with contextlib.suppress(OSError):
             tmp.unlink(missing_ok=True)
-        # torch.save reports a failed write as RuntimeError raised from, or while handling, the OSError
-        cause = e if isinstance(e, OSError) else e.__context__ if isinstance(e, RuntimeError) else None
-        if isinstance(cause, OSError):
-            raise BadInput(f"cannot write {path}: {cause.strerror or cause}; free the disk or name another folder") from e
         raise
 
 
@@ -111,6 +138,33 @@ def hold_folder(path: str | Path):
         yield Path(path)
     finally:
         os.close(handle)  # a process that dies lets go as well
+
+
+def refuse_another_run(out_dir: Path):
+    if held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")) if p.exists()]:
+        raise BadInput(f"{out_dir} holds another run ({held[0]}); add --init_from=resume to go on with it, or name another --out_dir")
+
+
+def first_good(read, bad: type[Exception], *paths: Path):
+    """(read(path), path, why not the ones before) of the first of `paths` that `read` does not refuse with `bad`. Raises: BadInput."""
+    reasons = []
+    for path in paths:
+        try:
+            return read(path), path, "; ".join(reasons)
+        except bad as e:
+            reasons.append(str(e))
+    raise BadInput(f"{'; '.join(reasons)}; start anew in another out_dir")
+
+
+def log_until(path: Path, step: int) -> list[str]:
+    """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again."""
+    lines = []
+    with contextlib.suppress(OSError, ValueError):  # a line cut short by the kill is the last one
+        for line in path.read_text().splitlines():
+            if json.loads(line).get("iter", 0) > step:
+                break
+            lines.append(line)
+    return lines
 
 
 def model_file(path: str | Path) -> Path:
@@ -186,7 +240,7 @@ class Config(ModelKnobs):
 
     # the run
     out_dir: str = "out"  # folder the run writes
-    init_from: Literal["scratch", "resume"] = "scratch"  # resume: go on with the run in out_dir
+    init_from: Literal["scratch", "resume", "auto"] = "scratch"  # resume: go on with the run in out_dir; auto: if there is one, else start
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Count = 1000  # steps between passes over the validation split
     log_interval: Count = 10  # steps between log lines

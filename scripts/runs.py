@@ -99,6 +99,6 @@ def look(run: Run) -> tuple[str, str]:
     ended = "val/loss" in (end := run.seen()) and end["iter"] == run.settings["max_iters"] and settings is not None
     if ended and all((folder / name).exists() for name in exports(model_config(run.settings))):
         return "finished", ""
-    if not (folder / "ckpt.pt").exists():
+    if not (folder / "ckpt.pt").exists() and not (folder / "ckpt.prev.pt").exists():
         return "refused", f"has no ckpt.pt to go on with; remove {folder}"
     return "resume", ""

@@ -1,5 +1,7 @@
 """What the tests share: the list of variants, a tiny model of each, and random values for everything that starts at 1 or 0."""
 
+import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,6 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from running import flags, train  # noqa: E402
+
+from data import prepare  # noqa: E402
 from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
 
 torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
@@ -122,3 +127,28 @@ def same_state(a: dict, b: dict) -> bool:
 def norm_names(model) -> list[str]:
     """Modules that still compute a statistic."""
     return [n for n, m in model.named_modules() if isinstance(m, RMSNorm | TaperNorm)]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared corpus of two library modules, in 400 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
+    prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], folder, 400, "two modules")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in launch(): the bits depend on the number of threads
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def reference(corpus, tmp_path_factory, one_thread) -> Path:
+    """An uninterrupted run through all three phases."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    train(*flags(out, corpus))
+    return out

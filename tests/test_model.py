@@ -29,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import (
+    FORMAT,
     FORMS,
     NORMS,
     Derf,
@@ -589,7 +590,7 @@ def test_every_form_survives_a_file(variant, form, dtype, tmp_path):
         meta = {"phase": "scale", "gate": 0.0, "note": "x"}
         again = Transformer.load(save(model, tmp_path / "m.pt", meta))
         assert again.config == model.config and again.config.form == form
-        assert again.meta == meta and not again.training
+        assert again.meta == {**meta, "format": FORMAT} and not again.training
         assert same_state(again.state_dict(), model.state_dict())
         assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
 
@@ -674,6 +675,10 @@ BAD_FILES = {  # what is wrong -> (writes it, what the message must hold)
     "text for a number": (lambda m, p: torch.save(edited(m, config={"n_embd": "24"}), p), ""),
     "unknown form": (lambda m, p: torch.save(edited(m, config={"form": "melted"}), p), "melted"),
     "unknown phase": (lambda m, p: torch.save(edited(m, meta={"phase": "melted"}), p), "melted"),
+    "later format": (
+        lambda m, p: torch.save(edited(m, meta={"format": FORMAT + 1}), p),
+        f"of format {FORMAT + 1}",
+    ),
     "gate of text": (lambda m, p: torch.save(edited(m, meta={"gate": "open"}), p), "gate"),
     "bare state dict": (lambda m, p: torch.save(m.state_dict(), p), "config"),
     "a list": (lambda m, p: torch.save([1, 2], p), "config"),

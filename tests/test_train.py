@@ -1,124 +1,26 @@
 """The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real text."""
 
-import argparse
-import dataclasses
 import json
 import os
 import random
 import re
-import runpy
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 
-from data import prepare
 from model import Transformer
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = dict(n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, max_iters=60, learning_rate=3e-3, warmup_iters=5,
-            taper="internal", aux_weight=0.1, gate_start=15, gate_end=45, eval_interval=20, log_interval=5, ckpt_interval=7,
-            device="cpu")  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """A prepared corpus of two library modules, in 400 tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
-    text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
-    prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], folder, 400, "two modules")
-    return folder
-
-
-def flags(out_dir, corpus, **knobs) -> list[str]:
-    return [f"--{k}={v}" for k, v in {**TINY, "dataset": corpus, "out_dir": out_dir, **knobs}.items()]
-
-
-def train(*argv, expect=0, program="train.py"):
-    """Run train.py in this process; returns the exit status. `expect=None` takes any."""
-    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    sys.argv = [str(ROOT / program), *map(str, argv)]
-    status = 0
-    try:
-        runpy.run_path(str(ROOT / program), run_name="__main__")
-    except SystemExit as e:
-        status = e.code
-    finally:
-        sys.argv = saved
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-    assert expect is None or status == expect
-    return status
-
-
-def launch(*argv, ranks=1, **popen):
-    """train.py as a process of its own."""
-    runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *runner, str(ROOT / "train.py"), *map(str, argv)], env=env, text=True, **popen)
-
-
-def metrics(out_dir) -> list[dict]:
-    """The log lines, without what depends on the clock."""
-    lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines[1:]]
-
-
-def final(out_dir) -> dict:
-    return torch.load(Path(out_dir) / "ckpt.pt", weights_only=True)
-
-
-def assert_same(a, b, path=""):
-    """Equal to the bit, whatever is nested in it."""
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for k in a:
-            assert_same(a[k], b[k], f"{path}.{k}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{path}.{i}")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    else:
-        assert a == b, path
-
-
-def assert_same_run(a, b):
-    """Weights, averages, c, target and optimizer state equal to the bit, and the same log."""
-    x, y = final(a), final(b)
-    assert_same(x["state"], y["state"])
-    assert_same(x["optimizer"], y["optimizer"])
-    assert_same(x["progress"]["totals"], y["progress"]["totals"])
-    assert metrics(a) == metrics(b)
-
-
-@pytest.fixture(scope="session")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in launch(): the bits depend on the number of threads
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def reference(corpus, tmp_path_factory, one_thread) -> Path:
-    """An uninterrupted run through all three phases."""
-    out = tmp_path_factory.mktemp("reference") / "run"
-    train(*flags(out, corpus))
-    return out
 
 
 def test_what_a_run_writes(reference, corpus):
     names = {p.name for p in reference.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
+    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
     header = json.loads((reference / "metrics.jsonl").read_text().splitlines()[0])
     assert header["settings"] == json.loads((reference / "config.json").read_text())
     assert {"torch", "commit", "python"} <= header["versions"].keys()
@@ -217,19 +119,19 @@ def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     assert_same_run(reference, tmp_path / "run")
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_two_ranks_equal_one(corpus, tmp_path, norm):
-    """The same global batch in float64, through both boundaries; the sums only change their order."""
+@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), (2, "layernorm"), pytest.param(4, "layernorm", marks=pytest.mark.slow)])
+def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
+    """The same global batch in float64, through both boundaries; the sums only change their order. 35 batches of validation for 2 or 4."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30, gate_start=8, gate_end=22,
-                 batch_size=2, eval_interval=10)  # fmt: skip
+                 batch_size=4, eval_interval=10)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
-    process = launch(*flags(tmp_path / "two", corpus, **knobs), ranks=2, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = launch(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
-    one, two = final(tmp_path / "one"), final(tmp_path / "two")
+    one, more = final(tmp_path / "one"), final(tmp_path / "more")
     for name, tensor in one["state"].items():
-        torch.testing.assert_close(two["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        torch.testing.assert_close(more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
         assert a.keys() == b.keys()
         for k in a:
             if not k.startswith(("s/mean", "logits")):  # of the first rank's last micro-batch
@@ -299,15 +201,6 @@ def test_sample_from_every_file(reference, capsys):
 
 
 # --- bad input
-
-
-def refused(capsys, *argv, program="train.py") -> str:
-    """The one line that a command says when it leaves with status 2."""
-    capsys.readouterr()
-    train(*argv, expect=2, program=program)
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "Traceback" not in error
-    return error
 
 
 def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):

@@ -1,0 +1,188 @@
+"""Kill training processes, resume them, and compare what they end with with the uninterrupted run, bit for bit.
+
+    python tests/kills.py [--single=60] [--two=20] [--seed=0]
+
+First once at every sync, link and rename of a run; then `single` times at random: a signal from outside (SIGKILL,
+SIGTERM, SIGINT) or SIGKILL at a write, in the middle of it, or before or after an update; then `two` times with two
+ranks under torchrun: the whole job, one rank, or a fault point of one rank. Every process is one of its own; single
+ones are forked from this one, which has imported torch already. Prints what was done; leaves with status 1 at the
+first difference.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import faults  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 (the optimizer would import it in every fork)
+from running import assert_same_run, flags, launch, train  # noqa: E402
+
+from data import prepare  # noqa: E402
+from model import read_file  # noqa: E402
+
+RUN = dict(max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3, init_from="auto")
+TWO = dict(gradient_accumulation_steps=2, batch_size=2)
+
+
+def fork(argv: list[str], log: Path, fault: dict | None = None) -> int:
+    """train.py in a process of its own; returns its id."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        if fault is not None:
+            faults.install(fault)
+        status = train(*argv, expect=None)
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def whole(out: Path):
+    """After a kill: a checkpoint that is there is a good one."""
+    for path in out.glob("ckpt*.pt"):
+        read_file(path)
+
+
+def compare(out: Path, reference: Path):
+    assert_same_run(reference, out)
+    assert {p.name for p in out.iterdir()} == {p.name for p in reference.iterdir()}, sorted(out.iterdir())
+
+
+def systematic(folder: Path, corpus: Path, reference: Path, done: Counter):
+    """A kill at every sync, link and rename, each of a run of its own."""
+    counts = folder / "counts.json"
+    calls = launch(*flags(folder / "counted", corpus, **RUN), fault={"counts": str(counts)}, stdout=subprocess.DEVNULL)
+    assert calls.wait() == 0
+    for kind, most in json.loads(counts.read_text()).items():
+        for n in range(1, most + 1) if kind in ("fsync", "link", "replace") else ():
+            out = folder / f"{kind}{n}"
+            argv = flags(out, corpus, **RUN)
+            assert ended(fork(argv, folder / "log", {"at": kind, "n": n, "do": "kill"})) == -signal.SIGKILL, (kind, n)
+            whole(out)
+            assert ended(fork(argv, folder / "log")) == 0, (kind, n)
+            compare(out, reference)
+            shutil.rmtree(out)
+            done[f"SIGKILL at a {kind}"] += 1
+
+
+def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills: int, rng):
+    """Kills of one run after another, each where the last one left it."""
+    out, runs, so_far, seconds = folder / "run", 0, 0, 3.0
+    argv = flags(out, corpus, **RUN)
+    while so_far < kills or out.exists():
+        fault, signum = None, None
+        if so_far < kills:
+            kind = rng.choice(["write", "before", "after", "SIGKILL", "SIGTERM", "SIGINT"])
+            if kind.startswith("SIG"):
+                signum = getattr(signal, kind)
+            else:
+                fault = {"at": kind, "n": rng.randrange(1, 1200 if kind == "write" else 15), "do": "kill"}
+        began = time.perf_counter()
+        pid = fork(argv, folder / "log", fault)
+        if signum:
+            time.sleep(rng.uniform(0.05, seconds))
+            os.kill(pid, signum)
+        status = ended(pid)
+        if status == 0:
+            compare(out, reference)
+            shutil.rmtree(out)
+            seconds, runs = max(seconds, time.perf_counter() - began) if signum is None else seconds, runs + 1
+        else:
+            wanted = {"SIGTERM": (143, -15), "SIGINT": (130, -2)}.get(kind, (-9,))
+            assert status in wanted, (kind, status)
+            whole(out)
+            so_far += 1
+            done[f"{kind} from outside" if signum else f"SIGKILL {'in a write' if kind == 'write' else f'{kind} an update'}"] += 1
+    print(f"{so_far} kills over {runs} runs of one process")
+
+
+def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
+    reference, out, runs, so_far = folder / "two", folder / "two_killed", 0, 0
+    log = open(folder / "log", "a")  # noqa: SIM115
+    began = time.perf_counter()
+    assert launch(*flags(reference, corpus, **RUN, **TWO), ranks=2, stdout=log, stderr=log).wait() == 0
+    seconds = time.perf_counter() - began
+    argv = flags(out, corpus, **RUN, **TWO)
+    while so_far < kills or out.exists():
+        fault, kind = (
+            None,
+            "nothing" if so_far >= kills else rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]),
+        )
+        if kind in ("write", "replace", "before", "after"):
+            rank = 0 if kind in ("write", "replace") else rng.randrange(2)
+            fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)), "do": "kill", "rank": rank}
+        process = launch(*argv, ranks=2, fault=fault, stdout=log, stderr=log, start_new_session=True)
+        if kind in ("job", "SIGTERM", "SIGINT"):
+            time.sleep(rng.uniform(0.3, 1) * seconds)
+            if kind == "job":
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.send_signal(getattr(signal, kind))
+        if process.wait() == 0:
+            compare(out, reference)
+            shutil.rmtree(out)
+            runs += 1
+        else:
+            whole(out)
+            so_far += 1
+            name = {"job": "SIGKILL of the job", "SIGTERM": "SIGTERM to torchrun", "SIGINT": "SIGINT to torchrun"}
+            done[f"two ranks: {name.get(kind, f'SIGKILL of one at {kind}')}"] += 1
+    print(f"{so_far} kills over {runs} runs of two ranks")
+
+
+def main():
+    knobs = argparse.ArgumentParser()
+    for name, default in (("single", 60), ("two", 20), ("seed", 0)):
+        knobs.add_argument(f"--{name}", type=int, default=default)
+    asked = knobs.parse_args()
+    torch.set_num_threads(1)
+    rng, done, began = random.Random(asked.seed), Counter(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = folder / "corpus"
+        corpus.mkdir()
+        text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
+        prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], corpus, 400, "two modules")
+        assert ended(fork(flags(folder / "reference", corpus, **RUN), folder / "log")) == 0, (folder / "log").read_text()
+        try:
+            systematic(folder, corpus, folder / "reference", done)
+            print(f"{sum(done.values())} kills, each at another sync, link or rename of a run", flush=True)
+            at_random(folder, corpus, folder / "reference", done, asked.single, rng)
+            if asked.two:
+                two_ranks(folder, corpus, done, asked.two, rng)
+        except BaseException:
+            print((folder / "log").read_text()[-3000:])
+            raise
+    for what, times in sorted(done.items()):
+        print(f"{times:4d}  {what}")
+    print(f"{sum(done.values())} kills in {time.perf_counter() - began:.0f} s; every run ended with the bits of the uninterrupted one")
+
+
+if __name__ == "__main__":
+    main()

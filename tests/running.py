@@ -1,0 +1,90 @@
+"""A tiny run of train.py, in this process or in one of its own, and what it must agree with."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = dict(n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, max_iters=60, learning_rate=3e-3, warmup_iters=5,
+            taper="internal", aux_weight=0.1, gate_start=15, gate_end=45, eval_interval=20, log_interval=5, ckpt_interval=7,
+            device="cpu")  # fmt: skip
+
+
+def flags(out_dir, corpus, **knobs) -> list[str]:
+    return [f"--{k}={v}" for k, v in {**TINY, "dataset": corpus, "out_dir": out_dir, **knobs}.items()]
+
+
+def train(*argv, expect=0, program="train.py"):
+    """Run train.py in this process; returns the exit status. `expect=None` takes any."""
+    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = [str(ROOT / program), *map(str, argv)]
+    status = 0
+    try:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    except SystemExit as e:
+        status = e.code
+    finally:
+        sys.argv = saved
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    assert expect is None or status == expect
+    return status
+
+
+def launch(*argv, ranks=1, restarts=0, fault=None, **popen):
+    """train.py as a process of its own, or `ranks` of them under torchrun; `fault`: what faults.py does to them."""
+    runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={restarts}"] if ranks > 1 else []
+    script = [ROOT / "train.py"] if fault is None else [ROOT / "tests/faults.py", json.dumps(fault)]
+    popen = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True, **popen}
+    return subprocess.Popen([sys.executable, *runner, *map(str, script), *map(str, argv)], **popen)
+
+
+def metrics(out_dir) -> list[dict]:
+    """The log lines, without what depends on the clock."""
+    lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines[1:]]
+
+
+def final(out_dir) -> dict:
+    return torch.load(Path(out_dir) / "ckpt.pt", weights_only=True)
+
+
+def assert_same(a, b, path=""):
+    """Equal to the bit, whatever is nested in it."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for k in a:
+            assert_same(a[k], b[k], f"{path}.{k}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}.{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def assert_same_run(a, b):
+    """Weights, averages, c, target and optimizer state equal to the bit, and the same log."""
+    x, y = final(a), final(b)
+    assert_same(x["state"], y["state"])
+    assert_same(x["optimizer"], y["optimizer"])
+    assert_same(x["progress"]["totals"], y["progress"]["totals"])
+    assert metrics(a) == metrics(b)
+
+
+def refused(capsys, *argv, program="train.py") -> str:
+    """The one line that a command says when it leaves with status 2."""
+    capsys.readouterr()
+    train(*argv, expect=2, program=program)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    return error

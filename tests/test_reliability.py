@@ -1,0 +1,388 @@
+"""Nothing lost, nothing silent: damaged files, full disks, killed processes, numbers that are none. kills.py has the many kills."""
+
+import errno
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+
+import model as network
+from config import hold_folder
+from model import BadFile, Transformer, read_file
+
+SHORT = dict(max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3)
+
+
+@pytest.fixture(scope="session")
+def short(corpus, tmp_path_factory, one_thread) -> Path:
+    """An uninterrupted run of SHORT."""
+    out = tmp_path_factory.mktemp("short") / "run"
+    train(*flags(out, corpus, **SHORT))
+    return out
+
+
+def resume(out) -> list[str]:
+    return ["--init_from=resume", f"--out_dir={out}"]
+
+
+# --- damaged files
+
+
+def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
+    """Anywhere in the file: either it is refused, or what it holds is the same. torch.load alone reads most of them as they are."""
+    whole, content, rng = (short / "ckpt.pt").read_bytes(), final(short), random.Random(0)
+    path, outcomes = tmp_path / "ckpt.pt", {"refused": 0, "the same": 0, "torch.load reads something else": 0}
+    for _ in range(200):
+        broken = bytearray(whole)
+        broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(broken)
+        try:
+            assert_same(read_file(path), content)
+            outcomes["the same"] += 1
+        except BadFile as e:
+            assert str(path) in str(e) and "damaged" in str(e) and "\n" not in str(e)
+            outcomes["refused"] += 1
+            try:
+                assert_same(torch.load(path, weights_only=True), content)
+            except AssertionError:
+                outcomes["torch.load reads something else"] += 1
+            except Exception:  # it noticed, in its own words
+                continue
+    print(outcomes)
+    assert outcomes["refused"] > 150 and outcomes["torch.load reads something else"] > 100
+
+
+def test_a_file_cut_anywhere_is_refused(short, tmp_path):
+    whole, path = (short / "ckpt.pt").read_bytes(), tmp_path / "ckpt.pt"
+    directory = whole.rindex(b"PK\1\2")  # the last entry of the central directory
+    lengths = {0, 1, 4, 29, 30, 63, 64, 65, 1000, len(whole) // 2, directory, directory + 20, *range(len(whole) - 30, len(whole))}
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadFile, match="damaged, cut short"):
+            read_file(path)
+    path.write_bytes(whole)
+    read_file(path)
+
+
+def test_files_of_other_formats(short, tmp_path, capsys):
+    """One without a number is of format 1; a later one is refused, and no older checkpoint taken in its place."""
+    file = final(short)
+    assert file["meta"].pop("format") == 1
+    torch.save(file, tmp_path / "ckpt.pt")
+    assert_same(Transformer.load(tmp_path / "ckpt.pt").state_dict(), final(short)["state"])
+    file["meta"]["format"] = 2
+    torch.save(file, tmp_path / "ckpt.pt")
+    shutil.copy(short / "ckpt.prev.pt", tmp_path)
+    error = refused(capsys, *resume(tmp_path))
+    assert "format 2" in error and "format 1" in error and "use the version" in error
+
+
+@pytest.mark.parametrize(
+    "damage", ["bit", pytest.param("cut", marks=pytest.mark.slow), "gone", pytest.param("foreign", marks=pytest.mark.slow)]
+)
+def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsys):
+    """With one line; the run then ends as ever, and the damaged file never takes the place of the good one."""
+    out = tmp_path / "run"
+    shutil.copytree(short, out)
+    whole, steps = (out / "ckpt.pt").read_bytes(), final(out)["progress"]["iter"]
+    flipped, other = bytes([*whole[:9000], whole[9000] ^ 4, *whole[9001:]]), (out / "folded.pt").read_bytes()
+    (out / "ckpt.pt").write_bytes({"bit": flipped, "cut": whole[:-1], "gone": b"", "foreign": other}[damage])
+    if damage == "gone":
+        (out / "ckpt.pt").unlink()
+    before = read_file(out / "ckpt.prev.pt")["progress"]["iter"]
+    assert before < steps
+    dead = launch(*resume(out), fault={"at": "before", "n": 2, "do": "kill"}, stdout=-3, stderr=-3)  # before it saves
+    assert dead.wait() == -signal.SIGKILL
+    assert read_file(out / "ckpt.prev.pt")["progress"]["iter"] == before
+    capsys.readouterr()
+    train(*resume(out))
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"going on from step {before} of" in error and "ckpt.pt" in error
+    assert_same_run(short, out)
+    assert not list(out.glob("*.tmp"))
+    assert damage == "gone" or (out / "ckpt.bad.pt").exists()
+    train(*resume(out))
+    assert capsys.readouterr().err == ""
+
+
+def test_two_damaged_checkpoints_are_one_line(short, tmp_path, capsys):
+    for name in ("ckpt.pt", "ckpt.prev.pt"):
+        (tmp_path / name).write_bytes((short / name).read_bytes()[:-5])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    error = refused(capsys, *resume(tmp_path))
+    assert "ckpt.pt" in error and "ckpt.prev.pt" in error and "start anew" in error
+    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+
+def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch):
+    def link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    train(*flags(tmp_path / "run", corpus, **SHORT))
+    assert_same_run(short, tmp_path / "run")
+    assert read_file(tmp_path / "run/ckpt.prev.pt")["progress"]["iter"] == 20
+
+
+# --- kills
+
+
+@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), ("after", 19)])
+def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
+    """A torn write, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
+    out = tmp_path / "run"
+    dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL
+    assert read_file(out / "ckpt.pt")["progress"]["iter"] <= 20
+    train(*resume(out))
+    assert_same_run(short, out)
+    assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_hundred_kills():
+    done = subprocess.run([sys.executable, ROOT / "tests/kills.py"], text=True, capture_output=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"^(\d+) kills in", done.stdout, re.M)[1]) >= 100
+
+
+def test_auto_starts_and_goes_on(short, corpus, tmp_path, capsys):
+    out = tmp_path / "run"
+    argv = flags(out, corpus, **SHORT, init_from="auto")
+    dead = launch(*argv, fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL and final(out)["progress"]["iter"] == 15
+    train(*argv)
+    assert_same_run(short, out)
+    assert "seed" in refused(capsys, *flags(out, corpus, **SHORT, init_from="auto", seed=3))
+
+
+def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeypatch):
+    shutil.copytree(short, tmp_path / "out")
+    before = {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/folded.pt").unlink()
+    train("--init_from=resume")  # out_dir is not named: its default
+    assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
+    assert (tmp_path / "out/folded.pt").exists() and before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
+
+
+def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):
+    (tmp_path / "ckpt.pt").write_bytes(b"not read")
+    with hold_folder(tmp_path):
+        assert "another process is at work" in refused(capsys, *resume(tmp_path))
+    assert "damaged" in refused(capsys, *resume(tmp_path))
+
+
+# --- disks
+
+
+@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
+def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
+    out, words = tmp_path / "run", os.strerror(getattr(errno, error))
+    with monkeypatch.context() as patch:
+        faults.install({"at": at, "n": n, "do": error}, patch.setattr)
+        line = refused(capsys, *flags(out, corpus, **SHORT))
+    assert words in line and str(out) in line and "free the disk or name another folder" in line
+    assert not list(out.glob("ckpt.pt.tmp"))
+    train(*flags(out, corpus, **SHORT, init_from="auto"))
+    assert_same_run(short, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["write", "fsync", "replace", "link"])
+def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call):
+    """Also in the log, whose file stays open."""
+    with monkeypatch.context() as patch:
+        calls = faults.install({}, patch.setattr)
+        train(*flags(tmp_path / "counted", corpus, **SHORT))
+    rng = random.Random(call)
+    for n in rng.sample(range(1, calls[call] + 1), min(4, calls[call])):
+        with monkeypatch.context() as patch:
+            faults.install({"at": call, "n": n, "do": "ENOSPC"}, patch.setattr)
+            if call == "link":  # a disk without hard links is none that fails
+                train(*flags(tmp_path / f"{n}", corpus, **SHORT))
+            else:
+                assert "No space left" in refused(capsys, *flags(tmp_path / f"{n}", corpus, **SHORT))
+        train(*flags(tmp_path / f"{n}", corpus, **SHORT, init_from="auto"))
+        assert_same_run(short, tmp_path / f"{n}")
+
+
+def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys):
+    step, steps = torch.optim.AdamW.step, []
+
+    def removing(*args, **more):
+        steps.append(0)
+        if len(steps) == 12:
+            shutil.rmtree(tmp_path / "run")
+        step(*args, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", removing)
+    error = refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    assert "ckpt.pt: No such file or directory" in error and len(steps) == 15
+
+
+def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedProcess:
+    """train.py with out_dir in a file system of its own; what is left in it then lies in tmp_path/left."""
+    mount = f"mount -t tmpfs -o size={size} tmpfs {tmp_path}/small && mkdir {tmp_path}/small/run && {options}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "sh", "-c", f"mkdir -p {tmp_path}/small && {mount}"]).returncode
+    ):
+        pytest.skip("no mounts here")
+    command = f'{mount} && {{ "$@"; status=$?; cp -r {tmp_path}/small/run {tmp_path}/left; exit $status; }}'
+    program = [sys.executable, ROOT / "train.py", *argv]
+    return subprocess.run(["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "size, step", [("400k", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("100k", None), ("1400k", 10)))]
+)
+def test_a_full_disk(short, corpus, tmp_path, size, step):
+    """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the third that a rename needs for a
+    moment: one line, and what is there stays good."""
+    done = in_tmpfs(tmp_path, size, "true", flags(tmp_path / "small/run", corpus, **SHORT))
+    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    left = tmp_path / "left"
+    assert not list(left.glob("*.tmp"))
+    assert (read_file(left / "ckpt.pt")["progress"]["iter"] if (left / "ckpt.pt").exists() else None) == step
+    train(*flags(left, corpus, **SHORT, init_from="auto"))
+    assert_same_run(short, left)
+
+
+def test_a_read_only_disk(corpus, tmp_path):
+    done = in_tmpfs(tmp_path, "9m", f"mount -o remount,ro {tmp_path}/small", flags(tmp_path / "small/run", corpus, **SHORT))
+    assert done.returncode == 2 and "Read-only file system" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# --- numbers
+
+
+def altered_loss(monkeypatch, by, when):
+    """Add `by` to the training loss of the micro-batches for whose targets `when` holds; the gradient stays as it is."""
+    head_loss = network.head_loss
+
+    def altered(x, weight, bias, targets):
+        ce = head_loss(x, weight, bias, targets)
+        return ce + by if torch.is_grad_enabled() and when(targets) else ce
+
+    monkeypatch.setattr(network, "head_loss", altered)
+
+
+@pytest.mark.parametrize("step", [2, 12, 20])
+def test_a_non_finite_loss_with_a_finite_gradient_stops(short, corpus, tmp_path, monkeypatch, step):
+    """In every phase; the step is named, and the checkpoint is of before."""
+    seen = []
+    with monkeypatch.context() as patch:
+        altered_loss(patch, torch.inf, lambda targets: seen.append(0) or len(seen) > step)
+        status = train(*flags(tmp_path / "run", corpus, **SHORT), expect=None)
+    assert re.match(rf"train.py: step {step}: non-finite output of the loss; .*ckpt.pt keeps the last good state", status), status
+    assert final(tmp_path / "run")["progress"]["iter"] <= step
+    train(*resume(tmp_path / "run"))
+    assert_same_run(short, tmp_path / "run")
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_stream_of_zeros_is_not_calibrated_on(corpus, tmp_path, monkeypatch, capsys, norm):
+    """One line that names the norm; the checkpoint of the norm phase is kept."""
+    make = Transformer.__init__
+
+    def zero(self, config):
+        make(self, config)
+        with torch.no_grad():
+            self.tok_emb.weight.zero_()
+
+    monkeypatch.setattr(Transformer, "__init__", zero)
+    knobs = {**SHORT, "learning_rate": 0.0, "norm": norm}
+    assert "0.attn: cannot calibrate on 8 steps" in refused(capsys, *flags(tmp_path / "run", corpus, **knobs))
+    assert final(tmp_path / "run")["progress"]["iter"] == 5
+    knobs["taper"] = "none"
+    assert "anchor: cannot calibrate on 8 steps" in refused(capsys, *flags(tmp_path / "anchor", corpus, **knobs))
+
+
+def test_what_a_spike_is():
+    spike = runpy.run_path(str(ROOT / "train.py"), run_name="train")["spike"]
+    assert spike(9.0, [4.0] * 4) == 0  # too few to tell
+    assert spike(4.5, [4.0] * 5) == 0 and spike(4.75, [4.0] * 5) == 0.75
+    noisy = [4.0, 4.5, 5.0, 5.5, 6.0]  # median 5, median deviation 0.5
+    assert spike(9.4, noisy) == 0 and spike(9.5, noisy) == 4.5  # 6 * 1.4826 * 0.5 = 4.45
+    assert spike(float("nan"), noisy) == 0 and spike(1.0, noisy) == 0
+
+
+def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsys):
+    """A resumed run has the same line: the median is of the log."""
+    altered_loss(monkeypatch, 3.0, lambda targets: targets.sum().item() % 9 == 0)
+    knobs = {**SHORT, "log_interval": 1, "learning_rate": 0.0}
+    train(*flags(tmp_path / "run", corpus, **knobs))
+    said = re.findall(r"step (\d+): train/loss \S+ is (\S+) nats above", capsys.readouterr().out)
+    spikes = {line["iter"]: line["train/spike"] for line in metrics(tmp_path / "run") if "train/spike" in line}
+    assert said == [(str(k), f"{v:.2f}") for k, v in spikes.items()]
+    assert any(k > 16 for k in spikes) and all(2.5 < v < 3.5 for v in spikes.values())
+    with monkeypatch.context() as patch:
+        faults.install({"at": "replace", "n": 11, "do": "EIO"}, patch.setattr)  # the fourth checkpoint
+        refused(capsys, *flags(tmp_path / "again", corpus, **knobs))
+    assert final(tmp_path / "again")["progress"]["iter"] == 15
+    train(*resume(tmp_path / "again"))
+    assert_same_run(tmp_path / "run", tmp_path / "again")
+
+
+# --- several processes
+
+TWO = dict(gradient_accumulation_steps=2, batch_size=2)
+
+
+def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
+    """Rank 1 is killed at an update: torchrun starts both again, which go on and end as the uninterrupted run."""
+    knobs = {**SHORT, **TWO}
+    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    fault = {"at": "before", "n": 13, "do": "kill", "rank": 1, "once": str(tmp_path / "happened")}
+    again = flags(tmp_path / "again", corpus, **knobs, init_from="auto")
+    process = launch(*again, ranks=2, restarts=2, fault=fault, stdout=-1, stderr=-2)
+    said = process.communicate(timeout=180)[0]
+    assert process.returncode == 0 and (tmp_path / "happened").exists(), said
+    assert_same_run(tmp_path / "run", tmp_path / "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
+    """Within seconds, with the traceback of the one that failed first."""
+    knobs = {**SHORT, **TWO, "max_iters": 10**6, "gate_end": 10**6, "ckpt_interval": 10**6, "eval_interval": 10**6}
+    fault = {"at": "before", "n": 40, "do": "ECHILD", "rank": rank, "once": str(tmp_path / "happened")}
+    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
+    while not (tmp_path / "happened").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    began = time.perf_counter()
+    said = process.communicate(timeout=60)[0]
+    print(f"down after {time.perf_counter() - began:.1f} s")
+    assert process.returncode != 0 and "ChildProcessError" in said and "tests/faults.py" in said
+
+
+# --- determinism
+
+
+def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
+    """In another process, with another order of hashes."""
+    process = launch(
+        *flags(tmp_path / "run", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}, stdout=-3
+    )
+    assert process.wait() == 0
+    assert_same_run(short, tmp_path / "run")
+    for name in ("unfused.pt", "folded.pt"):
+        assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
+    a, b = (json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) for out in (short, tmp_path / "run"))
+    assert {**a, "settings": 0} == {**b, "settings": 0}
