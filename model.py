@@ -14,6 +14,7 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, 
 
 import copy
 import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -814,7 +815,8 @@ def read_file(path) -> dict:
     """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. ModelError."""
     path = Path(path)
     try:
-        file = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles and storages that it then refuses
+            file = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ModelError(f"no model file {path}") from None
     except IsADirectoryError:

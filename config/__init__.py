@@ -20,6 +20,8 @@ import inspect
 import math
 import os
 import re
+import shlex
+import stat
 import subprocess
 import sys
 import traceback
@@ -60,6 +62,10 @@ def one_line_errors(*also: type[Exception]):
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)  # 128 + SIGPIPE
+    except OSError as e:  # a name too long, a folder that may not be searched: what no caller foresaw
+        what = "reading or writing" if e.filename is None else f"cannot use {e.filename}"
+        print(f"{Path(sys.argv[0]).name}: {' '.join(what.split())}: {e.strerror or e}; name another path", file=sys.stderr)
+        sys.exit(2)
 
 
 @contextlib.contextmanager
@@ -303,6 +309,8 @@ def fits(hint, value):
         return float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is str and "\0" in value):
         raise ValueError
+    if hint is str:
+        os.fsencode(value)  # ValueError for what neither a file's name nor an argument can hold
     return value
 
 
@@ -330,25 +338,37 @@ def set_knob(config, name: str, value, where: str, text: bool = False):
     try:
         setattr(config, name, fits(hints[name], from_text(hints[name], value) if text else value))
     except ValueError:
-        shown = "so large an int" if isinstance(value, int) and abs(value) >> 1000 else f"{str(value)[:60]!r}"
+        try:
+            shown = "so large an int" if isinstance(value, int) and abs(value) >> 1000 else f"{str(value)[:60]!r}"
+        except (ValueError, RecursionError):  # an int of thousands of digits in it, or lists thousands deep
+            shown = f"such a {type(value).__name__}"
         raise BadInput(f"{where}: {name} must be {describe(hints[name])}, not {shown}") from None
 
 
 def run_file(path: str) -> dict:
-    """Execute a config file in a namespace of its own; returns its public names."""
+    """Execute a config file in a namespace of its own; returns its public names.
+
+    It is code that runs as the user, so one that others may write is refused. What it imports is the checkout's own
+    code, as model.py is, and is not looked at.
+    """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig") as f:
+            mode, source = os.fstat(f.fileno()).st_mode, f.read()
     except FileNotFoundError:
         near = difflib.get_close_matches(Path(path).stem, [p.stem for p in (ROOT / "config").glob("[!_]*.py")], n=1)
         raise BadInput(f"no config file {path}" + (f"; did you mean {ROOT / 'config' / near[0]}.py?" if near else "")) from None
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(f"cannot read config file {path}: {e}") from None
+    if mode & stat.S_IWOTH:
+        raise BadInput(f"anyone can write {path}, which would run as you: read it, then chmod o-w {shlex.quote(path)}")
     space = {"__name__": "config_file", "__file__": path}
     try:
-        exec(compile(source, path, "exec"), space)
+        with warnings.catch_warnings(action="ignore"):  # Python's remarks on odd syntax
+            code = compile(source, path, "exec")
+        exec(code, space)
     except SyntaxError as e:
         raise BadInput(f"{e.filename or path}:{e.lineno or 1}: {e.msg}") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         raise BadInput(f"{path}:{line[-1] if line else '?'}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
