@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
+from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse, set_knob
 from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, export, exports, read_file
 
@@ -195,12 +195,21 @@ def resumed(cfg: Config, explicit: set) -> tuple[Config, dict]:
     ckpt = read_file(path)
     if not isinstance(ckpt.get("run"), dict) or "optimizer" not in ckpt or set(ckpt["run"]) != {f.name for f in fields(Config)}:
         raise BadInput(f"{path} is not a training checkpoint of this version")
-    run = Config(**ckpt["run"])
+    run = Config()
+    for name, value in ckpt["run"].items():
+        set_knob(run, name, value, f"{path} is damaged")
+    run.resolve()
     for name in sorted(explicit - FREE_ON_RESUME):
         ours, theirs = getattr(cfg, name), getattr(run, name)
         if ours is not None and ours != theirs:
             raise BadInput(f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or name another out_dir")
     return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME}), ckpt
+
+
+def fits_adamw(state: dict, p) -> bool:
+    """Whether a checkpoint's optimizer state of the parameter `p` is one that a step can go on from."""
+    shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+    return set(state) == set(shapes) and all(state[k].shape == s and torch.isfinite(state[k]).all() for k, s in shapes.items())
 
 
 def refuse_another_run(out_dir: Path, ckpt: dict | None):
@@ -284,7 +293,7 @@ def main(held: ExitStack):
         model = Transformer(model_config)
     else:
         model = Transformer.from_file(ckpt, out_dir / "ckpt.pt")
-        if model.config != model_config or ckpt["meta"]["corpus"]["tokenizer_sha256"] != corpus["tokenizer_sha256"]:
+        if model.config != model_config or model.meta.get("corpus", {}).get("tokenizer_sha256") != corpus["tokenizer_sha256"]:
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
@@ -294,16 +303,18 @@ def main(held: ExitStack):
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
     if ckpt is not None:
         try:
-            optimizer.load_state_dict(ckpt["optimizer"])
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
-            wrong = [p.shape for p, s in optimizer.state.items() if {s["exp_avg"].shape, s["exp_avg_sq"].shape} != {p.shape}]
-            if wrong or not isinstance(iter_num, int):
-                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}" if wrong else f"iter {iter_num}")
+            wrong = [p.shape for p, s in optimizer.state.items() if not fits_adamw(s, p)]
+            if wrong:
+                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
+            if type(iter_num) is not int or not 0 <= iter_num <= cfg.max_iters or type(run_id) is not str or type(val) is not dict:
+                raise ValueError("progress")
         except torch.OutOfMemoryError:
             raise
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-            raise BadInput(f"{out_dir}/ckpt.pt is damaged ({e!r}); start anew in another out_dir") from None
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:
+            raise BadInput(f"{out_dir}/ckpt.pt is damaged ({e!r:.200}); start anew in another out_dir") from None
     compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
