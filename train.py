@@ -169,6 +169,8 @@ def log_until(path: Path, step: int) -> list[str]:
 
 def start_wandb(cfg: Config, run_id: str):
     """The wandb run of this training run, new or gone on with. BadInput if it cannot be had."""
+    if cfg.wandb_mode == "offline":
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
     try:
         import wandb
 
