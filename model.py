@@ -728,8 +728,9 @@ class Transformer(nn.Module):
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
                  seed: int | None = None, stop_id: int | None = None, use_cache: bool = True, compile: bool = False):  # fmt: skip
         """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
-        said stop_id (rows that said it before are padded with it). ModelError for logits that are not finite. `compile` makes the step from one token to the next
+        said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
         a single graph, at the price of compiling it once for each B and each 128 tokens of cache; it needs the cache.
+        Raises: ModelError for logits that are not finite.
 
         The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
         """
@@ -756,7 +757,7 @@ class Transformer(nn.Module):
             else:
                 logits = self(idx[:, start:], last_only=True)
             if not logits.isfinite().all():
-                raise ModelError("the logits are not finite, so there is nothing to sample; is this a checkpoint from before its taper's end?")
+                raise ModelError("the logits are not finite; a checkpoint from before its taper's end can be so, train on or take another")
             new = sample_token(logits[:, -1], temperature, top_k, top_p, rng)
             if stop_id is not None:
                 new = new.masked_fill(done, stop_id)

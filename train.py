@@ -30,7 +30,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse, set_knob
+from config import (
+    FREE_ON_RESUME,
+    ROOT,
+    BadInput,
+    Config,
+    atomic_write,
+    commit,
+    hold_folder,
+    keep_freed_memory,
+    one_line_errors,
+    parse,
+    set_knob,
+)
 from data import open_corpus
 from model import ModelConfig, ModelError, Transformer, export, exports, read_file
 
@@ -312,7 +324,7 @@ def main(held: ExitStack):
             if wrong:
                 raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
             if type(iter_num) is not int or not 0 <= iter_num <= cfg.max_iters or type(run_id) is not str or type(val) is not dict:
-                raise ValueError("progress")
+                raise ValueError("its progress is that of no run")
         except torch.OutOfMemoryError:
             raise
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:

@@ -168,7 +168,7 @@ class ModelKnobs:
     # shape
     vocab_size: Annotated[int, (2, 65536)] | None = None  # token ids; None: the corpus's own number (bench.py: 10000)
     block_size: Count = 512  # context length, tokens
-    n_layer: Count = 8  # blocks
+    n_layer: Annotated[int, (1, 4096)] = 8  # blocks
     n_head: Count = 16  # query heads
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream

@@ -36,7 +36,8 @@ BATCH_BYTES = 4 << 20  # text tokenized at once, over all cores
 CHECK_EVERY = 100  # parts per part whose tokens are decoded again and compared
 
 # what readers of a meta.json rely on
-MANIFEST = {"vocab_size": int, "tokenizer": str, "tokenizer_sha256": str, "train_tokens": int, "val_tokens": int, "val_bytes": int, "source": str}
+MANIFEST = {"vocab_size": int, "tokenizer": str, "tokenizer_sha256": str, "train_tokens": int, "val_tokens": int, "val_bytes": int,
+            "source": str}  # fmt: skip
 
 Part = tuple[str, bool]
 
