@@ -690,12 +690,10 @@ FOUND = {  # what broke once: (target, case, what it must come to)
     "a pickle of another protocol": ("model file", ("unfused.pt", [], "pickle", "bench.py", 0, 1), "refused"),
     "settings of another type": ("model file", ("ckpt.pt", [("put", ("run", "max_iters"), "x")], "zip", "train.py", 0, 1), "refused"),
     "betas that are none": ("model file", ("ckpt.pt", [("put", ("optimizer", "param_groups"), 3)], "zip", "train.py", 0, 1), "worked"),
-    "a step of text": ("model file", ("ckpt.pt", [("put", ("optimizer", "state", 0, "step"), "x")], "zip", "train.py", 0, 1), "refused"),
     "a gate of nan": ("model file", ("ckpt.pt", [("put", ("meta", "gate"), float("nan"))], "zip", "train.py", 0, 1), "refused"),
     "an eps of text": ("model file", ("folded.pt", [("put", ("config", "norm_eps"), "x")], "zip", "sample.py", 0, 1), "refused"),
     "a corpus of 3": ("model file", ("folded.pt", [("put", ("meta", "corpus"), 3)], "zip", "sample.py", 0, 1), "refused"),
     "a tensor named 3": ("model file", ("folded.pt", [("put", ("state", 3), torch.ones(1))], "zip", "sample.py", 0, 1), "refused"),
-    "a tensor without values": ("model file", ("folded.pt", [("tensor", ("state", TABLE), "meta")], "zip", "sample.py", 0, 1), "refused"),
     "8-bit floats": (
         "model file",
         ("folded.pt", [("tensor", ("state", TABLE), "torch.float8_e4m3fn")], "zip", "bench.py", 0, 1),
@@ -710,6 +708,7 @@ FOUND = {  # what broke once: (target, case, what it must come to)
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using `assume`")
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(material, what):
     target, case, wanted = FOUND[what]
