@@ -39,6 +39,7 @@ from config import Config, one_line_errors
 from data import prepare
 from model import ModelError
 
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")]  # of the generators
 LIMIT_S = 60  # for one case; the slowest takes about a second, on a machine that does nothing else
 MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused alike on every machine
 VOCAB = 360
@@ -708,7 +709,6 @@ FOUND = {  # what broke once: (target, case, what it must come to)
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using `assume`")
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(material, what):
     target, case, wanted = FOUND[what]
