@@ -393,7 +393,7 @@ def corpus_target(material, case):
                 shutil.rmtree(folder) if name == "." else (folder / name).unlink()
                 if kind == "folder":
                     (folder / name).mkdir()
-        argv = [*TINY, f"--dataset={folder}", f"--out_dir={root / 'run'}", "--max_iters=2", f"--block_size={block_size}"]
+        argv = [*TINY, f"--dataset={folder}", f"--out_dir={root / 'run'}", "--max_iters=2", "--batch_size=16", f"--block_size={block_size}"]
         check("corpus", "train.py", [*argv, f"--vocab_size={vocab_size}"], root)
 
 
