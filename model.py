@@ -14,9 +14,10 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, 
 
 import copy
 import math
+import warnings
 import zipfile
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,12 @@ class ModelConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             object.__setattr__(self, "n_kv_head", self.n_head)
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default) if f.default is not None else int
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                raise ModelError(f"{f.name} must be of type {kind.__name__}, not {type(value).__name__}")
+            if kind in (int, float) and not 0 <= value <= 2**40:
+                raise ModelError(f"{f.name} must be between 0 and 2**40")
         bias_norms, size, coupled = ("layernorm", "cbwc"), self.n_embd // self.n_head, self.norm == "coupled"
         tapers, skip = self.taper != "none", self.calib_skip_first
         for ok, why in (
@@ -735,6 +742,7 @@ class Transformer(nn.Module):
         """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
         said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
         a single graph, at the price of compiling it once for each B and each 128 tokens of cache; it needs the cache.
+        Raises: ModelError for logits that are not finite.
 
         The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
         """
@@ -742,7 +750,7 @@ class Transformer(nn.Module):
         self.eval()
         size = self.config.block_size
         rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-        done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
+        done, finite = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device), torch.zeros((), device=idx.device)
         start, cache, fresh = max(0, idx.shape[1] - size), None, True
         decode = self
         if compile:
@@ -760,6 +768,7 @@ class Transformer(nn.Module):
                 fresh = False
             else:
                 logits = self(idx[:, start:], last_only=True)
+            finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
             new = sample_token(logits[:, -1], temperature, top_k, top_p, rng)
             if stop_id is not None:
                 new = new.masked_fill(done, stop_id)
@@ -767,6 +776,8 @@ class Transformer(nn.Module):
             idx, unseen = torch.cat((idx, new), 1), new
             if stop_id is not None and done.all():
                 break
+        if not finite.isfinite():
+            raise ModelError("the logits are not finite, so there is nothing to sample; is this a checkpoint from before its taper's end?")
         self.train(was_training)
         return idx
 
@@ -789,11 +800,13 @@ class Transformer(nn.Module):
         """The same from what read_file(path) returned."""
         try:
             config = ModelConfig(**file["config"])
+            if config.n_layer > len(file["state"]) or file["state"]["tok_emb.weight"].shape != (config.vocab_size, config.n_embd):
+                raise ModelError(f"{path} does not fit its config: other shapes")  # before they are allocated
             model = FORMS[config.form](cls(replace(config, form="trained")))  # the form gives the structure, the file the values
         except (TypeError, RuntimeError, ZeroDivisionError) as e:
             raise ModelError(f"{path} holds a config that is none of this version: {e}") from None
         wanted, state = model.state_dict(), file["state"]
-        for name in sorted(wanted.keys() | state.keys()):
+        for name in sorted(wanted.keys() | state.keys(), key=str):
             if name not in state or name not in wanted:
                 raise ModelError(f"{path} does not fit its config: tensor {name} is {'missing' if name in wanted else 'too many'}")
             if state[name].shape != wanted[name].shape:
@@ -802,8 +815,10 @@ class Transformer(nn.Module):
                 raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
         model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
         model.meta, gate, phase = file["meta"], file["meta"].get("gate", 0.0), file["meta"].get("phase", "norm")
-        if phase not in ("norm", "blend", "scale") or not isinstance(gate, float):
-            raise ModelError(f"{path} has a meta that is none of this version: phase={phase}, gate={gate}")
+        corpus = file["meta"].get("corpus", {})
+        if phase not in ("norm", "blend", "scale") or not isinstance(gate, float) or not 0 <= gate <= 1 or not isinstance(corpus, dict):
+            said = phase if isinstance(phase, str) else type(phase).__name__
+            raise ModelError(f"{path} has a meta that is none of this version: its phase ({said}), gate or corpus")
         model.gate.fill_(gate)
         model.set_phase(phase)
         return model.eval()
@@ -811,15 +826,21 @@ class Transformer(nn.Module):
 
 def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rng):
     """(B, V) -> (B, 1)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # divided by less, logits would overflow
         return logits.argmax(-1, keepdim=True)
-    logits = upcast(logits) / temperature
+    logits = (upcast(logits) / temperature).nan_to_num()  # to draw from; generate() refuses the rest
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     p, order = logits.softmax(-1).sort(descending=True, stable=True)
     p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)  # the smallest set whose mass reaches top_p; never empty
     return order.gather(1, torch.multinomial(p, 1, generator=rng))
+
+
+def is_plain(t) -> bool:
+    """Whether `t` is a dense float tensor that holds its values: no meta, sparse, quantized or 8-bit one."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return isinstance(t, torch.Tensor) and t.dtype in dtypes and t.is_cpu and t.layout == torch.strided
 
 
 def read_file(path) -> dict:
@@ -830,7 +851,7 @@ def read_file(path) -> dict:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as f:
+        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it then refuses
             if (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
             f.seek(0)
@@ -850,7 +871,7 @@ def read_file(path) -> dict:
         raise BadFile(f"{path} is not a model file of this project: it lacks config, state or meta")
     if (version := file["meta"].get("format", 1)) != FORMAT:
         raise ModelError(f"{path} is of format {str(version)[:20]}, and this version reads format {FORMAT}; use the version that wrote it")
-    wrong = [name for name, t in file["state"].items() if not (isinstance(t, torch.Tensor) and t.is_floating_point())]
+    wrong = [name for name, t in file["state"].items() if not is_plain(t)]
     if wrong or "tok_emb.weight" not in file["state"]:
         raise BadFile(f"{path} is not a model file of this project: in its state {(wrong or ['tok_emb.weight'])[0]} is no float tensor")
     return file

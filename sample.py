@@ -58,9 +58,12 @@ def main():
     if len(words) != 1:
         raise BadInput("name one run folder or model file: python sample.py out/demo (--help lists the options)")
     path = model_file(words[0])
+    model = Transformer.load(path)
     try:
-        model = Transformer.load(path).to(cfg.device)
-    except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
+        if torch.device(cfg.device).type not in ("cpu", "cuda"):
+            raise RuntimeError
+        model.to(cfg.device)
+    except (RuntimeError, AssertionError, UnicodeError):  # what torch raises for a device that is not there
         raise BadInput(f"device={cfg.device} is not to be had here; use --device=cpu") from None
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     try:  # bytes first: what the locale makes of them does not matter

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import config
-from config import FREE_ON_RESUME, ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
+from config import ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
 from data import open_corpus
 from model import BadFile, ModelConfig, ModelError, Transformer, export, exports, read_file
 
@@ -172,6 +172,8 @@ def save(payload: dict, path: Path, kept: Path | None = None):
 
 def start_wandb(cfg: Config, run_id: str):
     """The wandb run of this training run, new or gone on with. BadInput if it cannot be had."""
+    if cfg.wandb_mode == "offline":
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
     try:
         import wandb
 
@@ -198,14 +200,10 @@ def read_checkpoint(path: Path) -> dict:
     return ckpt
 
 
-def resumed(cfg: Config, explicit: set, ckpt: dict) -> Config:
-    """The run's own settings. BadInput if what was asked for is another run."""
-    run = Config(**ckpt["run"])
-    for name in sorted(explicit - FREE_ON_RESUME):
-        ours, theirs = getattr(cfg, name), getattr(run, name)
-        if ours is not None and ours != theirs:
-            raise BadInput(f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or name another out_dir")
-    return replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME | {"out_dir"}})
+def fits_adamw(state: dict, p) -> bool:
+    """Whether a checkpoint's optimizer state of the parameter `p` is one that a step can go on from."""
+    shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+    return set(state) == set(shapes) and all(state[k].shape == s and torch.isfinite(state[k]).all() for k, s in shapes.items())
 
 
 def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
@@ -251,7 +249,7 @@ def main(held: ExitStack):
         ckpt, source, damage = config.first_good(read_checkpoint, BadFile, newest, previous)
         if damage and main_rank:
             print(f"train.py: {damage}; going on from step {ckpt['progress']['iter']} of {source}", file=sys.stderr)
-        cfg = resumed(cfg, explicit, ckpt)
+        cfg = config.resumed(cfg, explicit, ckpt["run"], source)
     knobs = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig) if f.name != "form" and getattr(cfg, f.name, None) is not None}
     model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
     if cfg.gradient_accumulation_steps % ranks:
@@ -300,7 +298,7 @@ def main(held: ExitStack):
         model = Transformer(model_config)
     else:
         model = Transformer.from_file(ckpt, source)
-        if model.config != model_config or ckpt["meta"]["corpus"]["tokenizer_sha256"] != corpus["tokenizer_sha256"]:
+        if model.config != model_config or model.meta.get("corpus", {}).get("tokenizer_sha256") != corpus["tokenizer_sha256"]:
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
@@ -310,16 +308,20 @@ def main(held: ExitStack):
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
     if ckpt is not None:
         try:
-            optimizer.load_state_dict(ckpt["optimizer"])
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
-            wrong = [p.shape for p, s in optimizer.state.items() if {s["exp_avg"].shape, s["exp_avg_sq"].shape} != {p.shape}]
+            wrong = [p.shape for p, s in optimizer.state.items() if not fits_adamw(s, p)]
             if wrong:
                 raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
+            if not 0 <= iter_num <= cfg.max_iters or type(run_id) is not str or type(val) is not dict:
+                raise ValueError("progress")
         except torch.OutOfMemoryError:
             raise
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-            raise BadInput(f"{source} is damaged ({e!r}); move it away to go on from another, or start anew in another out_dir") from None
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:
+            raise BadInput(
+                f"{source} is damaged ({e!r:.200}); move it away to go on from another, or start anew in another out_dir"
+            ) from None
     compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built

@@ -21,6 +21,8 @@ import json
 import math
 import os
 import re
+import shlex
+import stat
 import subprocess
 import sys
 import traceback
@@ -61,6 +63,10 @@ def one_line_errors(*also: type[Exception]):
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)  # 128 + SIGPIPE
+    except OSError as e:  # a name too long, a folder that may not be searched: what no caller foresaw
+        what = "reading or writing" if e.filename is None else f"cannot use {e.filename}"
+        print(f"{Path(sys.argv[0]).name}: {' '.join(what.split())}: {e.strerror or e}; name another path", file=sys.stderr)
+        sys.exit(2)
 
 
 @contextlib.contextmanager
@@ -216,7 +222,7 @@ class ModelKnobs:
     # shape
     vocab_size: Annotated[int, (2, 65536)] | None = None  # token ids; None: the corpus's own number (bench.py: 10000)
     block_size: Count = 512  # context length, tokens
-    n_layer: Count = 8  # blocks
+    n_layer: Annotated[int, (1, 4096)] = 8  # blocks
     n_head: Count = 16  # query heads
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
@@ -357,6 +363,8 @@ def fits(hint, value):
         return float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is str and "\0" in value):
         raise ValueError
+    if hint is str:
+        os.fsencode(value)  # ValueError for what neither a file's name nor an argument can hold
     return value
 
 
@@ -384,25 +392,37 @@ def set_knob(config, name: str, value, where: str, text: bool = False):
     try:
         setattr(config, name, fits(hints[name], from_text(hints[name], value) if text else value))
     except ValueError:
-        shown = "so large an int" if isinstance(value, int) and abs(value) >> 1000 else f"{str(value)[:60]!r}"
+        try:
+            shown = "so large an int" if isinstance(value, int) and abs(value) >> 1000 else f"{str(value)[:60]!r}"
+        except (ValueError, RecursionError):  # an int of thousands of digits in it, or lists thousands deep
+            shown = f"such a {type(value).__name__}"
         raise BadInput(f"{where}: {name} must be {describe(hints[name])}, not {shown}") from None
 
 
 def run_file(path: str) -> dict:
-    """Execute a config file in a namespace of its own; returns its public names."""
+    """Execute a config file in a namespace of its own; returns its public names.
+
+    It is code that runs as the user, so one that others may write is refused. What it imports is the checkout's own
+    code, as model.py is, and is not looked at.
+    """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig") as f:
+            mode, source = os.fstat(f.fileno()).st_mode, f.read()
     except FileNotFoundError:
         near = difflib.get_close_matches(Path(path).stem, [p.stem for p in (ROOT / "config").glob("[!_]*.py")], n=1)
         raise BadInput(f"no config file {path}" + (f"; did you mean {ROOT / 'config' / near[0]}.py?" if near else "")) from None
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(f"cannot read config file {path}: {e}") from None
+    if mode & stat.S_IWOTH:
+        raise BadInput(f"anyone can write {path}, which would run as you: read it, then chmod o-w {shlex.quote(path)}")
     space = {"__name__": "config_file", "__file__": path}
     try:
-        exec(compile(source, path, "exec"), space)
+        with warnings.catch_warnings(action="ignore"):  # Python's remarks on odd syntax
+            code = compile(source, path, "exec")
+        exec(code, space)
     except SyntaxError as e:
         raise BadInput(f"{e.filename or path}:{e.lineno or 1}: {e.msg}") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         raise BadInput(f"{path}:{line[-1] if line else '?'}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
@@ -431,6 +451,22 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
         set_knob(config, name, text, "command line", text=True)
         explicit.add(name)
     return config, explicit, words
+
+
+def resumed(cfg: Config, explicit: set[str], recorded: dict, path: Path) -> Config:
+    """The settings of the run that goes on: as `recorded` in the checkpoint at `path`, but for what may differ and is asked for.
+
+    Raises: BadInput if what is asked for is another run, or what is recorded is none of this version.
+    """
+    run = Config()
+    for name, value in recorded.items():
+        set_knob(run, name, value, f"{path} is damaged")
+    run.resolve()
+    for name in sorted(explicit - FREE_ON_RESUME):
+        ours, theirs = getattr(cfg, name), getattr(run, name)
+        if ours is not None and ours != theirs:
+            raise BadInput(f"{name}={ours} differs from {theirs} of the run in {cfg.out_dir}; leave it out, or name another out_dir")
+    return dataclasses.replace(run, **{name: getattr(cfg, name) for name in explicit & FREE_ON_RESUME | {"out_dir"}})
 
 
 def print_help(cls, usage: str):

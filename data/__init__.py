@@ -35,6 +35,10 @@ SAMPLE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20  # text tokenized at once, over all cores
 CHECK_EVERY = 100  # parts per part whose tokens are decoded again and compared
 
+# what readers of a meta.json rely on
+MANIFEST = {"vocab_size": int, "tokenizer": str, "tokenizer_sha256": str, "train_tokens": int, "val_tokens": int, "val_bytes": int,
+            "source": str}  # fmt: skip
+
 Part = tuple[str, bool]
 
 
@@ -278,6 +282,9 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
+        wrong = [name for name, kind in MANIFEST.items() if type(meta[name]) is not kind or not str(meta[name]).isprintable()]
+        if wrong or not MIN_VOCAB < meta["vocab_size"] <= MAX_VOCAB:
+            raise BadInput(f"{folder}/meta.json has a {(wrong or ['vocab_size'])[0]} that no prepare.py writes; prepare {folder} again")
         splits = []
         for split in ("train", "val"):
             path, n = folder / f"{split}.bin", meta[f"{split}_tokens"]
@@ -289,8 +296,8 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
             if (top := int(tokens.max())) >= meta["vocab_size"]:
                 raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {meta['vocab_size']}; prepare {folder} again")
             splits.append(tokens.view("<i2"))
-        if load_tokenizer(folder / meta["tokenizer"]).sha256 != meta["tokenizer_sha256"] or not meta["val_bytes"] > 0:
+        if load_tokenizer(folder / meta["tokenizer"]).sha256 != meta["tokenizer_sha256"] or not 0 < meta["val_bytes"] < 2**60:
             raise BadInput(f"{folder / meta['tokenizer']} is not the tokenizer that meta.json names; prepare {folder} again")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise BadInput(f"{folder} is no prepared corpus ({type(e).__name__}: {e}); prepare it again") from None
     return meta, *splits

@@ -1,0 +1,717 @@
+"""Bad input of every kind, generated: a command works, or ends with exit status 2 and one line, and leaves no file behind.
+
+Five targets: config files and flags, corpora, model files, prompts, bench.py's arguments. Most cases are a valid input with one
+or two things wrong in it, so that they come far. The default suite runs a few hundred, `-m slow` ten thousand and counts them:
+
+    pytest -m slow -s tests/test_fuzz.py
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import time
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+
+import bench
+import sample
+import train
+from config import Config, one_line_errors
+from data import prepare
+from model import ModelError
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")]  # of the generators
+LIMIT_S = 60  # for one case; the slowest takes about a second, on a machine that does nothing else
+MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused alike on every machine
+VOCAB = 360
+COUNTS = Counter()  # (target, outcome) -> cases
+
+# ---------------------------------------------------------------------------------------------------------
+# one case
+
+
+class Hang(BaseException):
+    """Not an Exception: no handler of the program may swallow it."""
+
+
+class Accepted(BaseException):
+    """The settings passed every check and the run would have begun to read its corpus."""
+
+
+def ran_out(signum, frame):
+    raise Hang(f"no end after {LIMIT_S} s")
+
+
+PROGRAMS = {  # as the last lines of each file call them
+    "train.py": ((ModelError,), lambda argv, held: train.main(held)),
+    "sample.py": ((ModelError,), lambda argv, held: sample.main()),
+    "bench.py": ((ModelError, torch.OutOfMemoryError), lambda argv, held: bench.main(argv)),
+}
+
+
+def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
+    """(exit status, what a user would see on stderr) of a command, run in this process."""
+    also, main = PROGRAMS[program]
+    saved = sys.argv, sys.stdin, sys.stdout, sys.stderr
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = [program, *argv]
+    sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(stdin)), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+    alarm = signal.signal(signal.SIGALRM, ran_out)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    status = 0
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with contextlib.ExitStack() as held, one_line_errors(*also):
+                main(argv, held)
+    except SystemExit as e:
+        status = e.code
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+        sys.stderr.flush()
+        error = sys.stderr.buffer.getvalue().decode()
+        sys.argv, sys.stdin, sys.stdout, sys.stderr = saved
+        gc.enable()
+    hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)  # Python shows these to nobody
+    return status, error + "".join(f"{w.category.__name__}: {w.message}\n" for w in said if not issubclass(w.category, hidden))
+
+
+def files_in(folder: Path) -> dict:
+    return {p: (p.lstat().st_size, p.lstat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes = b""):
+    """The property. `folder` is all that the case may write to."""
+    before = files_in(folder)
+    try:
+        status, error = call(program, argv, stdin)
+    except Accepted:
+        status, error = 0, ""
+    assert status in (0, 2), (status, error)
+    if status == 0:
+        COUNTS[target, "worked"] += 1
+        return
+    assert error.startswith(f"{program}: ") and error.count("\n") == 1 and len(error) > len(program) + 10, error
+    if any(reason in error for reason in ("not enough memory", "not exported", "cannot calibrate")):  # found at work, in what was allowed
+        COUNTS[target, "stopped at work"] += 1
+        return
+    assert files_in(folder) == before, error
+    COUNTS[target, "refused"] += 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# material
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A corpus, a finished tiny run on it, an empty folder to work in; and a bound on memory."""
+    root = tmp_path_factory.mktemp("fuzz")
+    corpus, run = root / "corpus", root / "run"
+    corpus.mkdir()
+    text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        prepare(lambda: [(text[:4000], True)], lambda: [(held_out[:400], True)], corpus, VOCAB, "two modules")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(train, "measure_peak", lambda device, dtype: 1e12)  # a third of a second
+    patch.setattr(train, "commit", lambda: None)
+    patch.setattr(os, "fsync", lambda handle: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
+    status, error = call("train.py", [*TINY, f"--dataset={corpus}", f"--out_dir={run}", "--max_iters=2"])
+    assert status == 0, error
+    yield types.SimpleNamespace(
+        root=root,
+        corpus=corpus,
+        run=run,
+        tokens={s: np.fromfile(corpus / f"{s}.bin", "<u2") for s in ("train", "val")},
+        meta=json.loads((corpus / "meta.json").read_text()),
+        files={p.name: torch.load(p, weights_only=True) for p in run.glob("*.pt")},
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    patch.undo()
+
+
+@contextlib.contextmanager
+def workplace(material):
+    folder = material.root / "case"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+TINY = [f"--{k}={v}" for k, v in dict(
+    n_layer=2, n_embd=16, n_head=2, block_size=16, batch_size=2, warmup_iters=1, taper="internal", aux_weight=0.1, gate_start=1, gate_end=2,
+    eval_interval=2, log_interval=1, device="cpu", dtype="float32", compile=False).items()]  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------------------
+# values: of a knob's type, at the edges, and of no type at all
+
+HINTS = get_type_hints(Config, include_extras=True)
+BENCH_HINTS = get_type_hints(bench.Bench, include_extras=True)
+SAMPLE_HINTS = get_type_hints(sample.Sample, include_extras=True)
+
+odd_text = st.one_of(
+    st.sampled_from([
+        "", " ", ".", "..", "/", "None", "True", "nan", "inf", "-inf", "1e999", "0x10", "1_0", "٣", "½", "é\u0301", "\u202e", "\ufeff",
+        "\u2028", "\x85", "\x1b[31m", "'", '"', "\"'\"", "'''", "\\", "$(touch x)", "; touch x", "`touch x`", "%s", "{}", "a\nb", "a" * 300,
+        "a/" * 3000, "[" * 300,
+        "(" * 99 + ")" * 99, "-" * 20000 + "1", "9" * 5000, "9**9", "--", "=", "a=b", "cuda", "cuda:9", "meta", "mps", "cpu:3",
+        "xla", "cpu:-1", "/dev/null/x", "\udc80"]),
+    st.text(max_size=12).filter(lambda s: "\0" not in s and not any("\ud800" <= c <= "\udfff" for c in s)),
+)  # fmt: skip
+huge = st.builds(pow, st.just(10), st.just(5000))  # more digits than Python prints
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([2**31, 2**40, 2**63, -(2**63), 2**64, 10**30, 10**400]), huge,
+    st.floats(), odd_text, st.binary(max_size=6), st.just("\ud800"), st.just("a\0b"))  # fmt: skip
+junk = st.recursive(
+    scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(odd_text, inner, max_size=3)), max_leaves=5
+)
+
+
+def valid(hint):
+    """A strategy of values that `fits` takes for `hint`, at sizes that take no time, and at the ends of the range."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return st.one_of(*(valid(h) for h in get_args(hint)))
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is tuple:
+        return st.lists(valid(get_args(hint)[0]), min_size=1, max_size=3).map(tuple)
+    if hint is types.NoneType:
+        return st.none()
+    if hint is bool:
+        return st.booleans()
+    if hint is str:
+        return odd_text
+    base, (low, high) = get_args(hint)
+    if base is int:
+        return st.one_of(st.integers(low, low + 8), st.sampled_from([low, min(64, high), min(2**20, high), high]))
+    return st.one_of(st.floats(low, min(high, low + 1)), st.sampled_from([low, high if high < 9e99 else 1.7e308]))
+
+
+def flag_text(value) -> str:
+    """A value as one writes it in a flag; what no process can be handed as an argument is left out."""
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
+    return (
+        text.replace("\0", "").encode("utf-8", "surrogateescape" if "\ud800" not in text else "replace").decode("utf-8", "surrogateescape")
+    )
+
+
+def shown(value) -> str:
+    try:
+        return str(value)
+    except ValueError:  # an int of more digits than Python prints
+        return "1" + "0" * 5000
+
+
+def knob_and_value(hints, names=None):
+    """(name, value): mostly a knob with a value of its type, sometimes a wrong value or a wrong name."""
+    names = sorted(names or hints)
+    right = st.sampled_from(names).flatmap(lambda n: st.tuples(st.just(n), valid(hints[n])))
+    wrong = st.tuples(st.sampled_from(names), junk)
+    named = st.tuples(
+        st.sampled_from(["n_layers", "batchsize", "", "a b", "é", "__class__", "resolve", "_x", "lambda", "help"]) | odd_text, junk
+    )
+    return st.one_of(right, right, right, wrong, named)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# (a) config files and flags
+
+
+ODD_LINES = [
+    "x = 1", "_x = 3", "import os", "1/0", "out_dir = 'a' 'b'", "def f(): pass", "raise ValueError('a\\nb')", "raise SystemExit(0)",
+    "exit()", "import sys; sys.exit(7)", "from config.nowhere import *", "from config.demo import *",
+    "seed = []\nfor _ in range(9999): seed = [seed]", "seed = [10**5000]", "seed = float('nan')", "s = '\\d'", "seed = 1 is 1",
+    "assert (1, 'x')", "max_iters =", "if True:", "\tseed = 1", "seed = " + "(" * 150 + "1" + ")" * 150, "seed = " + "[" * 250,
+    "seed = " + "-" * 5000 + "1", "out_dir = 'x' * 10**6", "seed = open('/nowhere')", "import train", "f()", "def f(): f()\nf()",
+    "class seed: pass", "import numpy; seed = numpy.int64(3)", "import torch; norm = torch.ones(2)", "norm = {}", "del seed",
+    "raise KeyError", "raise OSError(2, 'gone', 'x')", "raise MemoryError", "out_dir = __import__('pathlib').Path('x')",
+    "raise SyntaxError", "exec('(')"]  # fmt: skip
+
+
+@st.composite
+def config_source(draw) -> bytes:
+    """A config file: assignments, then perhaps an accident to its text or its bytes."""
+    pairs = draw(st.lists(knob_and_value(HINTS), max_size=4))
+    if draw(st.booleans()):
+        pairs = [*pairs, *pairs[:1]]  # a key twice
+    lines = [f"{name} = {shown_in_python(value)}" for name, value in pairs]
+    lines += draw(st.lists(st.sampled_from(ODD_LINES), max_size=1))
+    source = "\n".join(lines).encode("utf-8", "surrogatepass") + b"\n"
+    accident = draw(st.sampled_from(["none"] * 5 + ["bom", "cr", "crlf", "nul", "insert", "delete", "utf16", "cookie"]))
+    at = draw(st.integers(0, len(source)))
+    if accident == "insert":
+        return source[:at] + draw(st.binary(min_size=1, max_size=3)) + source[at:]
+    return {"none": source, "bom": b"\xef\xbb\xbf" + source, "cr": source.replace(b"\n", b"\r"), "crlf": source.replace(b"\n", b"\r\n"),
+            "nul": source[:at] + b"\0" + source[at:], "delete": source[:at] + source[at + 1 :],
+            "utf16": source.decode("utf-8", "replace").encode("utf-16"), "cookie": b"# coding: latin-1\n" + source}[accident]  # fmt: skip
+
+
+def shown_in_python(value) -> str:
+    """Source of a value; ints of any length, and inf and nan, as Python can read them."""
+    if isinstance(value, int) and abs(value) > 10**4000:
+        return f"10**{5000}"
+    if isinstance(value, float) and not -1e308 < value < 1e308:
+        return f"float('{value}')"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown_in_python, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!a}: {shown_in_python(v)}" for k, v in value.items()) + "}"
+    return ascii(value)
+
+
+flag = st.one_of(
+    knob_and_value(HINTS).map(lambda pair: f"--{flag_text(pair[0])}={flag_text(pair[1])}"),
+    st.sampled_from(["--", "---", "--=", "--seed", "--seed==1", "--seed=1", "-seed=1", "-", "--seed=[[", "--help=1", "config/nowhere.py",
+    "/", ".", ""]),
+)  # fmt: skip
+
+
+@st.composite
+def config_case(draw):
+    sources = draw(st.lists(config_source(), max_size=2))
+    flags = draw(st.lists(flag, max_size=3))
+    place = draw(st.sampled_from(["file"] * 12 + ["folder", "missing", "dangling", "loop", "long name", "unreadable name"]))
+    return sources, flags, place
+
+
+def config_target(material, case):
+    sources, flags, place = case
+    assume(not any(a in ("--help", "-h") for a in flags))
+    with workplace(material) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(train, "open_corpus", accept)
+        patch.setattr(torch, "compile", lambda f, **_: f)
+        base = folder / "base.py"
+        base.write_text(f"dataset = {str(material.corpus)!r}\ndevice = 'cpu'\n")
+        paths = []
+        for i, source in enumerate(sources):
+            path = folder / f"{i}.py"
+            path.write_bytes(source)
+            paths.append(str(path))
+        odd = folder / {"long name": "a" * 300 + ".py", "unreadable name": "\udc80.py"}.get(place, f"{place}.py")
+        if place == "folder":
+            odd.mkdir()
+        if place == "dangling":
+            odd.symlink_to("nowhere")
+        if place == "loop":
+            odd.symlink_to(odd)
+        if place == "unreadable name":
+            odd.write_text("seed = 3\n")
+        check("config", "train.py", [str(base), *paths, *([] if place == "file" else [str(odd)]), *flags], folder)
+
+
+def accept(*_):
+    raise Accepted
+
+
+# ---------------------------------------------------------------------------------------------------------
+# (b) corpora
+
+CORPUS_FILES = ["train.bin", "val.bin", "tokenizer.model", "meta.json"]
+META_KEYS = ["vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source", "dtype", "end_token_id"]
+corpus_change = st.one_of(
+    st.tuples(st.just("meta"), st.sampled_from(META_KEYS), junk),
+    st.tuples(st.just("meta"), st.sampled_from(META_KEYS), st.sampled_from(
+        [float("nan"), float("inf"), -1, 0, 1, True, 360.0, 361, 65536, 65537, 2**40, 10**400, "360", "../corpus/tokenizer.model",
+         "meta.json", ".", "\ud800", "a\nb"])),
+    st.tuples(st.just("drop"), st.sampled_from(META_KEYS)),
+    st.tuples(st.just("cut"), st.sampled_from(["train", "val"]), st.sampled_from([0, 1, 2, 15, 16, 17, 18, 33]) | st.integers(0, 500)),
+    st.tuples(st.just("bytes"), st.sampled_from(CORPUS_FILES), st.integers(0, 400), st.binary(max_size=3)),
+    st.tuples(st.just("id"), st.sampled_from(["train", "val"]), st.integers(0, 300), st.integers(350, 65535)),
+    st.tuples(st.just("whole"), st.sampled_from(CORPUS_FILES), st.sampled_from(
+        [b"", b"\0", b"{}", b"[]", b"null", b"{", b"[" * 100000, b"\xff\xfe", b"1" * 5000, b"NaN", b'{"vocab_size": 3}'])),
+    st.tuples(st.just("gone"), st.sampled_from([*CORPUS_FILES, "."])),
+    st.tuples(st.just("folder"), st.sampled_from(CORPUS_FILES)),
+)  # fmt: skip
+corpus_case = st.tuples(
+    st.lists(corpus_change, max_size=2),
+    st.sampled_from([1, 2, 16, 16, 16, 32, 200, 700, 2**20]),  # block_size
+    st.sampled_from(["None", "360", "361", "359", "65536"]),  # vocab_size
+)
+
+
+def corpus_target(material, case):
+    changes, block_size, vocab_size = case
+    with workplace(material) as root:
+        folder = root / "corpus"
+        folder.mkdir()
+        meta, tokens = dict(material.meta), dict(material.tokens)
+        raw = {"tokenizer.model": (material.corpus / "tokenizer.model").read_bytes()}
+        for kind, *how in changes:
+            if kind == "meta":
+                meta[how[0]] = how[1].decode("latin-1") if isinstance(how[1], bytes) else how[1]
+            elif kind == "drop":
+                meta.pop(how[0], None)
+            elif kind == "cut":  # and the manifest agrees
+                tokens[how[0]] = tokens[how[0]][: how[1]]
+                meta[f"{how[0]}_tokens"] = len(tokens[how[0]])
+            elif kind == "id" and len(tokens[how[0]]) > how[1]:
+                tokens[how[0]] = tokens[how[0]].copy()
+                tokens[how[0]][how[1]] = how[2]
+        raw |= {f"{split}.bin": t.tobytes() for split, t in tokens.items()}
+        try:
+            raw["meta.json"] = json.dumps(meta, default=repr).encode()
+        except ValueError:  # an int too long to print
+            raw["meta.json"] = b'{"vocab_size": 1' + b"0" * 5000 + b"}"
+        for kind, name, *how in changes:
+            if kind == "bytes":
+                raw[name] = raw[name][: how[0]] + how[1] + raw[name][how[0] + 1 :]
+            elif kind == "whole":
+                raw[name] = how[0]
+        for name, content in raw.items():
+            (folder / name).write_bytes(content)
+        for kind, name, *_ in changes:
+            if kind in ("gone", "folder") and (folder / name).exists() and not ((folder / name).is_dir() and name != "."):
+                shutil.rmtree(folder) if name == "." else (folder / name).unlink()
+                if kind == "folder":
+                    (folder / name).mkdir()
+        argv = [*TINY, f"--dataset={folder}", f"--out_dir={root / 'run'}", "--max_iters=2", "--batch_size=16", f"--block_size={block_size}"]
+        check("corpus", "train.py", [*argv, f"--vocab_size={vocab_size}"], root)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# (c) model files
+
+
+class Foreign:
+    """A class of its own: no loader of weights knows it."""
+
+
+def paths_of(value, path=()):
+    """Every place in a nested file."""
+    yield path
+    if isinstance(value, dict):
+        for k, v in value.items():
+            yield from paths_of(v, (*path, k))
+
+
+def put(value, path, new, drop=False):
+    """A copy of the nested `value` with `new` at `path`."""
+    if not path:
+        return new
+    copy = dict(value)
+    if drop and len(path) == 1:
+        copy.pop(path[0], None)
+    else:
+        copy[path[0]] = put(copy.get(path[0]), path[1:], new, drop)
+    return copy
+
+
+TABLE = "tok_emb.weight"
+ODD_TENSORS = {
+    "nan": lambda t: torch.full_like(t, float("nan")) if t.is_floating_point() else t,
+    "inf": lambda t: torch.full_like(t, float("inf")) if t.is_floating_point() else t,
+    "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, float("nan"), t.float()),
+    "huge": lambda t: torch.full_like(t, 3e38) if t.dtype == torch.float32 else t,
+    "zero": torch.zeros_like,
+    "transposed": lambda t: t.transpose(0, -1) if t.dim() else t[None],
+    "longer": lambda t: torch.cat((t, t)) if t.dim() else t[None],
+    "empty": lambda t: t.flatten()[:0],
+    "scalar": lambda t: torch.tensor(1.0),
+    "expanded": lambda t: torch.ones(()).expand(t.shape),
+    "expanded far": lambda t: torch.ones(()).expand(2**20, 2**20),
+    "sparse": lambda t: t.to_sparse() if t.dim() else t,
+    "meta": lambda t: t.to("meta"),
+    "conjugate": lambda t: t.to(torch.complex64).conj(),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "parameter": lambda t: torch.nn.Parameter(t.float()),
+    **{
+        str(d): functools.partial(torch.Tensor.to, dtype=d)
+        for d in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    },
+}
+CONFIG_VALUES = st.sampled_from([
+    0, -1, -2, 1, 2, 3, 4, 64, 2**31, 2**40, 2**63, 10**400, 1.0, -1.0, 0.0, 1e-300, 1e300, float("nan"), float("inf"), True, False, None,
+    "x", "internal", "all", "final", "layernorm", "cbwc", "coupled", "dyt", "folded", "unfused", "weightless", "trained",
+    [], {}, ()])  # fmt: skip
+
+
+@st.composite
+def file_change(draw, file):
+    """(kind, ...) of one accident to a model file."""
+    kind = draw(st.sampled_from(["config", "tensor", "tensor", "drop", "junk", "extra", "hyper"]))
+    everywhere = [p for p in paths_of(file) if p]
+    if kind == "config":
+        return "put", ("config", draw(st.sampled_from(sorted(file["config"])))), draw(CONFIG_VALUES | huge | junk)
+    if kind == "tensor":
+        places = [p for p in everywhere if isinstance(functools.reduce(lambda v, k: v[k], p, file), torch.Tensor)]
+        return "tensor", draw(st.sampled_from(places)), draw(st.sampled_from(sorted(ODD_TENSORS)))
+    if kind == "drop":
+        return "drop", draw(st.sampled_from(everywhere)), None
+    if kind == "extra":
+        part = draw(st.sampled_from([(), ("state",), ("config",), ("meta",)]))
+        return "put", (*part, draw(odd_text | st.integers() | st.sampled_from(["blocks.7.x", "form", "gate", "phase"]))), draw(junk)
+    if kind == "hyper":
+        places = [p for p in everywhere if p[0] in ("run", "progress", "meta", "optimizer")]
+        return "put", draw(st.sampled_from(places)), draw(CONFIG_VALUES | huge | junk)
+    return "put", draw(st.sampled_from(everywhere)), draw(junk | st.just(Foreign()))
+
+
+@st.composite
+def file_case(draw, files):
+    name = draw(st.sampled_from(["ckpt.pt", "ckpt.pt", "folded.pt", "unfused.pt"]))
+    changes = draw(st.lists(file_change(files[name]), max_size=2))
+    how = draw(st.sampled_from(["zip"] * 10 + ["legacy", "pickle", "text", "empty zip", "cut", "flip", "flip", "list"]))
+    program = draw(st.sampled_from(["train.py", "sample.py", "bench.py"] if name == "ckpt.pt" else ["sample.py", "bench.py"]))
+    return name, changes, how, program, draw(st.integers(0, 1 << 16)), draw(st.integers(1, 255))
+
+
+def written(file, how: str, at: int, flip: int) -> bytes:
+    buffer = io.BytesIO()
+    if how == "text":
+        return b"hello\nworld" * (at % 3)
+    if how == "empty zip":
+        return b"PK\x05\x06" + bytes(18)
+    if how == "pickle":
+        return pickle.dumps(file)
+    torch.save(list(file) if how == "list" else file, buffer, _use_new_zipfile_serialization=how != "legacy")
+    data = bytearray(buffer.getvalue())
+    if how == "flip":
+        data[at % len(data)] ^= flip
+    return bytes(data[: at % len(data)] if how == "cut" else data)
+
+
+def file_target(material, case):
+    name, changes, how, program, at, flip = case
+    file = material.files[name]
+    for kind, path, what in changes:
+        with contextlib.suppress(
+            KeyError, TypeError, RuntimeError, AttributeError, IndexError
+        ):  # the first change removed the place of the second
+            old = functools.reduce(lambda v, k: v[k], path[:-1], file)
+            file = put(file, path, ODD_TENSORS[what](old[path[-1]]) if kind == "tensor" else what, drop=kind == "drop")
+    with workplace(material) as folder:
+        try:
+            data = written(file, how, at, flip)
+        except Exception:  # torch cannot write it, so nobody can have it
+            assume(False)
+        run = folder / "run"
+        run.mkdir()
+        (run / name).write_bytes(data)
+        shutil.copy(material.run / "tokenizer.model", run)
+        argv = {"train.py": ["--init_from=resume", f"--out_dir={run}"],
+                "sample.py": [str(run), "--max_new_tokens=3"],
+                "bench.py": [str(run), *QUICK]}[program]  # fmt: skip
+        check("model file", program, argv, folder)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# (d) prompts and sample.py's flags
+
+SMALL = {"num_samples": st.integers(1, 2), "max_new_tokens": st.integers(0, 20), "device": st.sampled_from(["cpu", "cpu:0"]) | odd_text,
+         "compile": st.just(False), "tokenizer": odd_text | st.just(None)}  # fmt: skip
+prompt_bytes = st.one_of(
+    st.binary(max_size=40), st.text(max_size=40).map(lambda s: s.encode("utf-8", "surrogatepass")),
+    st.sampled_from([b"", b"\n", b"\r\n\r\n", b"\0", b"a\0b", b"\xff", b"\xed\xa0\x80", b"<|endoftext|>", b"\xe2\x96\x81", b"def " * 200,
+                     b"x" * 20000, b" " * 300, "é\u202e😀".encode()]))  # fmt: skip
+
+
+@st.composite
+def flags_of(draw, hints, small, most):
+    """Flags of a dataclass of knobs: values that take no time, or that mean nothing."""
+    flags = []
+    for name, value in draw(st.lists(knob_and_value(hints), max_size=most)):
+        if name in small and draw(st.booleans()):
+            value = draw(small[name])
+        flags.append((name, value))
+    return flags
+
+
+sample_case = st.tuples(
+    flags_of(SAMPLE_HINTS, SMALL, 3),
+    prompt_bytes,
+    st.booleans(),
+    st.sampled_from(["run"] * 8 + ["two", "none", "missing", "long", "odd"]),
+    odd_text,
+)
+
+
+def long_work(name, value, limits) -> bool:
+    """Whether this value asks for hours: it would be done as asked."""
+    return name in limits and isinstance(value, int) and value > limits[name]
+
+
+def argv_of(pairs, limits) -> list[str]:
+    assume(not any(long_work(n, v, limits) or (isinstance(v, tuple) and any(long_work(n, x, limits) for x in v)) for n, v in pairs))
+    argv = [f"--{flag_text(n)}={flag_text(v)}" for n, v in pairs]
+    asked = dict(a[2:].split("=", 1) for a in argv)  # a text may be a number too
+    assume("--help" not in argv and not any(asked.get(n, "").isdecimal() and long_work(n, int(asked[n][:30]), limits) for n in limits))
+    return argv
+
+
+def prompt_target(material, case):
+    pairs, prompt, piped, where, odd = case
+    argv = argv_of([(n, v) for n, v in pairs if (n, v) != ("compile", True)], {"num_samples": 3, "max_new_tokens": 40})
+    words = {
+        "run": [str(material.run)],
+        "two": [str(material.run)] * 2,
+        "none": [],
+        "missing": ["nowhere"],
+        "long": ["a" * 300],
+        "odd": [flag_text(odd)],
+    }[where]
+    assume(not any(w.startswith("-h") for w in words))
+    if not piped:
+        assume(b"\0" not in prompt)
+        argv.append("--prompt=" + prompt.decode("utf-8", "surrogateescape"))
+    with workplace(material) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        check("prompt", "sample.py", ["--max_new_tokens=5", *words, *argv], folder, prompt if piped else b"")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# (e) bench.py's arguments
+
+QUICK = ["--iters=1", "--warmup=0", "--batch=1", "--seq=4", "--device=cpu"]
+SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--vocab_size=20", "--block_size=16"]
+few = st.lists(st.integers(1, 8), min_size=1, max_size=2).map(tuple)
+BENCH_SMALL = {
+    "batch": few, "seq": few, "n_layer": st.integers(1, 2), "n_embd": st.integers(1, 40), "n_head": st.integers(1, 8),
+    "block_size": st.integers(1, 40), "vocab_size": st.integers(2, 70), "n_kv_head": st.integers(1, 4),
+    "runtimes": st.sampled_from(["eager", "graph", "eager,eager"]), "device": st.sampled_from(["cpu", "auto"]) | odd_text,
+    "out": st.sampled_from(["x.json", "x.txt", "no/x.json", "a" * 300 + ".json", ".json", "/dev/null/x.json"])}  # fmt: skip
+bench_case = st.tuples(
+    flags_of(BENCH_HINTS, BENCH_SMALL, 4),
+    st.booleans(),
+    st.sampled_from([None] * 8 + ["run", "missing", "file", "long", "odd", "two"]),
+    odd_text,
+)
+
+
+def bench_target(material, case):
+    pairs, shaped, where, odd = case
+    limits = {"iters": 60, "warmup": 60, "batch": 64}
+    assume(not any(n == "n_layer" and isinstance(v, int) and 8 < v <= 4096 for n, v in pairs))
+    argv = [a for a in argv_of(pairs, limits) if not (a.startswith("--runtimes") and "compiled" in a)]
+    words = {None: [], "run": [str(material.run)], "missing": ["nowhere"], "file": [str(material.run / "folded.pt")], "long": ["a" * 300],
+             "odd": [flag_text(odd)], "two": ["a", "b"]}[where]  # fmt: skip
+    assume(not any(w.startswith("-h") for w in words))
+    with workplace(material) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        check("bench", "bench.py", [*QUICK, *(SHAPE if shaped or where is None else []), *argv, *words], folder)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the suites
+
+
+def cases_of(material) -> dict:
+    """{target: (strategy, function of material and case)}"""
+    return {
+        "config": (config_case(), config_target),
+        "corpus": (corpus_case, corpus_target),
+        "model file": (file_case(material.files), file_target),
+        "prompt": (sample_case, prompt_target),
+        "bench": (bench_case, bench_target),
+    }
+
+
+def fuzz(material, target: str, count: int, number: int = 0):
+    """`count` cases of one target; the same ones for the same number."""
+    strategy, run = cases_of(material)[target]
+
+    @seed(number)
+    @settings(max_examples=count, deadline=None, database=None, derandomize=False, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(strategy)
+    def all_cases(case):
+        run(material, case)
+
+    all_cases()
+
+
+# cases in the default suite and in the long one
+TARGETS = {"config": (160, 5000), "corpus": (40, 800), "model file": (60, 1200), "prompt": (100, 2500), "bench": (40, 500)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_command_works_or_says_why_in_one_line(material, target):
+    fuzz(material, target, TARGETS[target][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_ten_thousand_cases(material, target, capsys):
+    COUNTS.clear()
+    began, count = time.perf_counter(), TARGETS[target][1]
+    fuzz(material, target, count, number=1)
+    seconds = time.perf_counter() - began
+    with capsys.disabled():
+        kinds = ", ".join(f"{n} {outcome}" for (_, outcome), n in sorted(COUNTS.items()))
+        print(f"\n{target}: {sum(COUNTS.values())} cases, {kinds}; {seconds:.0f} s")
+    assert sum(COUNTS.values()) >= count
+
+
+def test_the_long_suite_has_ten_thousand_cases():
+    assert sum(count for _, count in TARGETS.values()) >= 10_000
+
+
+FOUND = {  # what broke once: (target, case, what it must come to)
+    "exit() in a config file": ("config", ([b"exit()"], [], "file"), "refused"),
+    "a remark of Python's before the refusal": ("config", ([b"seed = 1 is 1"], [], "file"), "refused"),
+    "an int too long to print": ("config", ([b"seed = [10**5000]"], [], "file"), "refused"),
+    "a list too deep to print": ("config", ([b"seed = []\nfor _ in range(9999): seed = [seed]"], [], "file"), "refused"),
+    "a byte order mark": ("config", ([b"\xef\xbb\xbfseed = 3"], [], "file"), "worked"),
+    "half a character in a path": ("config", ([b"out_dir = '\\ud800'"], ["--seed=3"], "file"), "refused"),
+    "a path too long": ("config", ([], ["--out_dir=" + "a" * 300], "file"), "refused"),
+    "a source that is not there": ("corpus", ([("drop", "source")], 16, "None"), "refused"),
+    "a source that no terminal shows": ("corpus", ([("meta", "source", "\ud800")], 16, "None"), "refused"),
+    "a vocabulary of 360.0": ("corpus", ([("meta", "vocab_size", 360.0)], 16, "None"), "refused"),
+    "a vocabulary of nan": ("corpus", ([("meta", "vocab_size", float("nan"))], 16, "None"), "refused"),
+    "more bytes than a float counts": ("corpus", ([("meta", "val_bytes", 10**400)], 16, "None"), "refused"),
+    "a manifest too deep": ("corpus", ([("whole", "meta.json", b"[" * 100000)], 16, "None"), "refused"),
+    "a pickle of another protocol": ("model file", ("unfused.pt", [], "pickle", "bench.py", 0, 1), "refused"),
+    "settings of another type": ("model file", ("ckpt.pt", [("put", ("run", "max_iters"), "x")], "zip", "train.py", 0, 1), "refused"),
+    "betas that are none": ("model file", ("ckpt.pt", [("put", ("optimizer", "param_groups"), 3)], "zip", "train.py", 0, 1), "worked"),
+    "a gate of nan": ("model file", ("ckpt.pt", [("put", ("meta", "gate"), float("nan"))], "zip", "train.py", 0, 1), "refused"),
+    "an eps of text": ("model file", ("folded.pt", [("put", ("config", "norm_eps"), "x")], "zip", "sample.py", 0, 1), "refused"),
+    "a corpus of 3": ("model file", ("folded.pt", [("put", ("meta", "corpus"), 3)], "zip", "sample.py", 0, 1), "refused"),
+    "a tensor named 3": ("model file", ("folded.pt", [("put", ("state", 3), torch.ones(1))], "zip", "sample.py", 0, 1), "refused"),
+    "8-bit floats": (
+        "model file",
+        ("folded.pt", [("tensor", ("state", TABLE), "torch.float8_e4m3fn")], "zip", "bench.py", 0, 1),
+        "refused",
+    ),
+    "weights that overflow": ("model file", ("folded.pt", [("tensor", ("state", TABLE), "huge")], "zip", "sample.py", 0, 1), "refused"),
+    "a trillion blocks": ("model file", ("folded.pt", [("put", ("config", "n_layer"), 2**40)], "zip", "bench.py", 0, 1), "refused"),
+    "a temperature of 1e-44": ("prompt", ([("temperature", 1e-44)], b"a", False, "run", ""), "worked"),
+    "a device without values": ("prompt", ([("device", "meta")], b"a", False, "run", ""), "refused"),
+    "a path to sample too long": ("prompt", ([], b"a", False, "long", ""), "refused"),
+    "a trillion blocks to time": ("bench", ([("n_layer", 2**40)], True, None, ""), "refused"),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_mended(material, what):
+    target, case, wanted = FOUND[what]
+    COUNTS.clear()
+    cases_of(material)[target][1](material, case)
+    assert dict(COUNTS) == {(target, wanted): 1}

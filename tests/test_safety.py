@@ -1,0 +1,227 @@
+"""What must not happen: code from a file of weights, code from a file that anyone may write, a shell, a word over the network."""
+
+import ast
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, one_line, tiny
+from test_train import corpus, flags, train  # noqa: F401 (corpus is a fixture)
+
+from config import BadInput, Config, parse
+from model import ModelError, Transformer
+
+# ---------------------------------------------------------------------------------------------------------
+# no pickle is executed
+
+
+class Bomb:
+    """A pickle that makes a file through the shell when a loader that runs code reads it."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def crafted(marker: Path, place: str) -> dict:
+    """A checkpoint, right but for a bomb in one place."""
+    file = {**tiny(dtype=torch.float32).to_file({}), "optimizer": {"state": {}, "param_groups": []}, "run": vars(Config()), "progress": {}}
+    if place == "tensor":
+        file["state"]["norm_final.weight"] = Bomb(marker)
+    else:
+        file[place] = Bomb(marker)
+    return file
+
+
+FORMATS = {
+    "zip": torch.save,
+    "legacy": lambda file, path: torch.save(file, path, _use_new_zipfile_serialization=False),
+    "pickle": lambda file, path: path.write_bytes(pickle.dumps(file)),
+}
+
+
+@pytest.mark.parametrize("place", ["optimizer", "state", "tensor", "meta", "config", "run", "progress"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys):
+    marker, run = tmp_path / "ran", tmp_path / "run"
+    run.mkdir()
+    FORMATS[form](crafted(marker, place), run / "ckpt.pt")
+    commands = [("train.py", ["--init_from=resume", f"--out_dir={run}"]), ("sample.py", [run]), ("bench.py", [run])]
+    for program, words in commands:
+        train(*words, expect=2, program=program)
+        said = capsys.readouterr().err
+        assert said.startswith(f"{program}: ") and said.count("\n") == 1 and "cannot be read" in said
+    with pytest.raises(ModelError) as e:
+        Transformer.load(run / "ckpt.pt")
+    assert one_line(e) and not marker.exists()
+    load = pickle.loads((run / "ckpt.pt").read_bytes()) if form == "pickle" else torch.load(run / "ckpt.pt", weights_only=False)
+    assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
+
+
+# ---------------------------------------------------------------------------------------------------------
+# config files are code
+
+
+def test_a_config_file_that_anyone_may_write_is_refused(tmp_path):
+    path = tmp_path / "a b.py"
+    path.write_text("seed = 3\nopen(__file__ + '.ran', 'w')\n")
+    link = tmp_path / "link.py"
+    link.symlink_to(path)
+    path.chmod(0o646)
+    for given in (path, link):  # what counts is the file that would run
+        with pytest.raises(BadInput) as e:
+            parse(Config, [str(given)], files=True)
+        assert f"chmod o-w '{path}'" in one_line(e) or given == link
+    assert not Path(f"{path}.ran").exists()
+    path.chmod(0o664)  # a group is a choice of the user's
+    assert parse(Config, [str(path)], files=True)[0].seed == 3
+    assert Path(f"{path}.ran").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# no shell, no eval, no pickle
+
+FILES = [p for p in sorted(ROOT.rglob("*.py")) if not {"out", ".venv", "venv", ".git"} & set(p.relative_to(ROOT).parts)]
+EXCEPTIONS = {  # where one of these is what the file is for
+    ("config/__init__.py", "exec"),  # run_file: config files are Python
+    ("tests/test_readme.py", "exec"),  # the examples
+    ("tests/test_readme.py", "shell=True"),  # the first command, as typed
+    ("tests/test_foldable.py", "exec"),
+    ("tests/test_foldable.py", "pickle.loads"),
+    ("tests/test_model.py", "torch.load"),  # that the bomb is live
+    ("tests/test_safety.py", "torch.load"),
+    ("tests/test_safety.py", "pickle.loads"),
+    ("tests/test_safety.py", "os.system"),
+    ("tests/test_bench.py", "torch.load"),  # weights_only is torch's default
+}
+FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.load",
+             "subprocess.getoutput", "subprocess.getstatusoutput", "marshal.loads", "joblib.load", "yaml.load", "__import__"}  # fmt: skip
+
+
+def dangers(source: str) -> set[str]:
+    """Which of FORBIDDEN a file mentions, called or not, and whether it asks for a shell or runs a command that is one string."""
+    found, safe = set(), set()
+    for node in ast.walk(ast.parse(source)):  # a call comes before its parts
+        if isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func), {k.arg: k.value for k in node.keywords}
+            if name == "torch.load" and getattr(given.get("weights_only"), "value", False) is True:
+                safe.add(node.func)
+            if "shell" in given:
+                found.add("shell=True")
+            if name.startswith("subprocess.") and node.args and isinstance(node.args[0], ast.Constant | ast.JoinedStr | ast.BinOp):
+                found.add("a command in one string")
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in FORBIDDEN and node not in safe:
+            found.add(ast.unparse(node))
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{a.name}" for a in node.names} & FORBIDDEN
+    return found
+
+
+def test_no_file_of_the_repository_runs_what_it_is_given():
+    assert len(FILES) > 40
+    found = {(p.relative_to(ROOT).as_posix(), danger) for p in FILES for danger in dangers(p.read_text())}
+    assert found <= EXCEPTIONS, found - EXCEPTIONS
+    assert {e for e in EXCEPTIONS if not e[0].startswith("tests/")} <= found, "an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    "source, danger",
+    [
+        ("import os\nos.system(x)", "os.system"),
+        ("from os import system", "os.system"),
+        ("subprocess.run(f'rm {x}', shell=True)", "shell=True"),
+        ("subprocess.run(['rm'], **{}, shell=x)", "shell=True"),
+        ("subprocess.Popen('rm ' + x)", "a command in one string"),
+        ("torch.load(x)", "torch.load"),
+        ("torch.load(x, weights_only=False)", "torch.load"),
+        ("f = torch.load", "torch.load"),
+        ("map(eval, lines)", "eval"),
+    ],
+)
+def test_the_check_sees(source, danger):
+    assert danger in dangers(source)
+    assert not dangers("torch.load(x, weights_only=True); model.eval(); subprocess.run(['rm', x])")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# no word over the network
+
+
+class Listener(threading.Thread):
+    """Accepts connections on this machine, keeps the first bytes of each, and answers none."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.socket, self.heard = socket.create_server(("127.0.0.1", 0)), []
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def run(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            connection.settimeout(5)
+            try:
+                self.heard.append(connection.recv(200))
+            except OSError:
+                self.heard.append(b"")
+            connection.close()
+
+
+RUN = """
+import runpy, sys
+sys.argv = ["train.py", *sys.argv[1:]]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+finally:
+    print("\\nwandb" if "wandb" in sys.modules else "\\nno wandb")
+"""
+
+
+def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subprocess.CompletedProcess]:  # noqa: F811
+    """(what came over the network, the finished process) of a tiny run in which every road to the network leads to a listener."""
+    listener = Listener()
+    listener.start()
+    roads = ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+    env = {**os.environ, **dict.fromkeys(roads, listener.url), "NO_PROXY": "", "no_proxy": "", "WANDB_API_KEY": "0" * 40,
+           "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5", "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
+    argv = flags(folder / "run", corpus, max_iters=4, gate_start=1, gate_end=3, warmup_iters=1, **knobs)
+    done = subprocess.run([sys.executable, "-c", RUN, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    time.sleep(1)  # for what a process left behind might still say
+    listener.socket.close()
+    return listener.heard, done
+
+
+def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):  # noqa: F811
+    heard, done = run_watched(tmp_path, corpus)
+    assert done.returncode == 0, done.stderr
+    assert not heard
+    assert done.stdout.endswith("\nno wandb\n")
+
+
+def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus):  # noqa: F811
+    pytest.importorskip("wandb")
+    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="offline")
+    assert done.returncode == 0, done.stderr
+    assert not heard
+    assert done.stdout.endswith("\nwandb\n") and list((tmp_path / "run/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+def test_wandb_online_would_be_heard(tmp_path, corpus):  # noqa: F811
+    """That the listener hears: the same run, online."""
+    pytest.importorskip("wandb")
+    began = time.perf_counter()
+    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="online")
+    assert heard and done.returncode == 2 and time.perf_counter() - began < 240
+    assert "--wandb_mode=offline" in done.stderr.splitlines()[-1]
