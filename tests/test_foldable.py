@@ -42,7 +42,7 @@ def check(model, inputs, folded: int, ops: int = 0, **options):
     new, report = fold(model, inputs, **options)
     assert (report.folded, len(report.ops)) == (folded, ops), report
     assert same_state(before, state_of(model)) and norms_left(new) == norms_left(model) - folded
-    assert report.certified and report.errors.keys() == {"given", "random"}
+    assert report.certified and report.errors.keys() >= {"given", "random"}
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     for seed in (0, 1):
         twin = randomize(copy.deepcopy(model).double(), seed + 5)

@@ -84,7 +84,7 @@ def folds(name: str, way: str):
     inputs, before = to_double(e.inputs), state_of(model)
     new, report = fold(model, inputs, outputs=e.outputs, untie=way == "untie")
     assert (report.folded, len(report.norms), len(report.ops)) == expected(name, way), report
-    assert report.certified and report.errors.keys() == {"given", "random"} and same_state(before, state_of(model))
+    assert report.certified and report.errors.keys() >= {"given", "random", "other batch"} and same_state(before, state_of(model))
     if way == "as built":
         assert layer_norms(new) == layer_norms(model) - report.folded
     rng = torch.Generator().manual_seed(3)
