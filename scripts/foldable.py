@@ -371,6 +371,8 @@ class Search:
             if state in self.absorbed:
                 name, targets = self.absorbed[state]
                 report.absorb[name] = targets
+        if chosen:  # whether these are on a centred stream the graph no longer shows
+            report.dropout += [self.describe(node) for node in self.graph.lost_dropouts]
         report.ops = sorted(set(inserted.values()), key=str)
         report.replace = {module: calls[0].replace for module, calls in chosen.items()}
         names = names_of(self.graph.model)

@@ -407,8 +407,8 @@ def first_tensor(x) -> tuple:
 
 
 def capture(model: nn.Module, inputs, outputs: Callable | None):
-    """(the functional ATen graph of model(inputs), {module: (shape of its first tensor argument, of what it returns first)}).
-    Raises: BadInput with the exporter's reason."""
+    """The functional ATen graph of model(inputs); {module: (shape of its first tensor argument, of what it returns first)};
+    the dropouts that the graph has lost. Raises: BadInput with the exporter's reason."""
     doors = {}
 
     def record(module, args, kwargs, output):
@@ -422,8 +422,10 @@ def capture(model: nn.Module, inputs, outputs: Callable | None):
     try:
         with warnings.catch_warnings(action="ignore"):
             program = torch.export.export(Selected(model, outputs), args, kwargs, strict=False)
-            mutates = any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in program.graph.nodes)
-            return program.run_decompositions({}) if mutates else program, doors  # in-place operations become functional ones
+            if not any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in program.graph.nodes):
+                return program, doors, []
+            lost = [node for node in program.graph.nodes if op_name(node) == "dropout" and arguments(node)["p"] > 0]
+            return program.run_decompositions({}), doors, lost  # in-place operations become functional ones, idle dropouts vanish
     except Exception as e:
         raise BadInput(
             f"torch.export cannot capture this model with these inputs: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
@@ -470,7 +472,7 @@ class Graph:
 
     def __init__(self, model: nn.Module, inputs, outputs: Callable | None, options: Options):
         self.model, self.options, (args, kwargs) = model, options, split_inputs(inputs)
-        program, self.doors = capture(model, inputs, outputs)
+        program, self.doors, self.lost_dropouts = capture(model, inputs, outputs)
         self.nodes = list(program.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.tensor_of, self.argument_of = {}, {}
