@@ -784,6 +784,10 @@ def main():
     names = [*names, *(zoo.NAMES if knobs.all else ())]
     if not names and not knobs.checkpoint:
         raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or --all, or --checkpoint DIR")
+    if names and knobs.checkpoint:
+        raise BadInput("--checkpoint DIR is one model; name no architectures beside it")
+    for name in names:
+        zoo.known(name)
     torch.manual_seed(knobs.seed)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if knobs.checkpoint:

@@ -711,7 +711,8 @@ def test_the_command_prints_its_table(monkeypatch, capsys):
     ("words", "says"),
     [
         ([], "name architectures"),
-        (["gtp2"], "gpt2"),
+        (["torch-prenorm", "gtp2"], "gpt2"),
+        (["gpt2", "--checkpoint", "x"], "name no architectures"),
         (["torch-prenorm", "--layers=0"], "layers must be"),
         (["--chekpoint", "x"], "flags are written"),
         (["--checkpoint", "nowhere"], "config.json"),
