@@ -601,7 +601,7 @@ class Graph:
             d = Digit(len(shape) == 2, shape[1] // a["num_groups"])
             replace = (-1, d.n, a["num_groups"], a["eps"]) if len(shape) == 2 and type(module) is nn.GroupNorm else None
             reason = "normalises over space as well as channels" if len(shape) > 2 else reason
-        if d.n < 2:
+        if d.n < 2 and replace:
             replace, reason = None, "normalises a single element"
         affine = a["weight"] is not None or a["bias"] is not None
         name = path if replace else None

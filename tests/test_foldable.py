@@ -305,6 +305,8 @@ def test_what_is_refused(name):
 
 
 def test_the_reason_names_the_node():
+    alone = net(lambda s, x: s.n(s.c(x.mT)), n=nn.GroupNorm(D, D), c=nn.Conv1d(D, D, 1))  # a channel a group
+    assert "normalises over space" in find(alone, X).norms[0].reason
     first, second = find(net(lambda s, x, y: s.ln(F.gelu(s.lin(x))) + s.ln2(y)), (X, X)).norms
     assert (first.name, first.dim, first.blocker) == ("ln", D, "gelu") and "comes out of gelu" in first.reason
     assert (second.name, second.blocker) == ("ln2", "input 1") and "input of the model" in second.reason
