@@ -679,7 +679,7 @@ def verdicts_agree(steps, returned):
         assert difference(new(x), model(x)) < 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(STEP, min_size=2, max_size=8), st.booleans())
 def test_random_networks_agree_with_brute_force(steps, returned):
     verdicts_agree(steps, returned)
