@@ -17,8 +17,8 @@ wrong with that, and what is done here, is this:
             Where something cannot be centred through weights, an explicit centring operation may be inserted. Which
             LayerNorms to fold with which operations is a minimum cut: a LayerNorm is worth 1, an operation costs
             `op_cost`.
-    fold    edit the module, prove it in float64 (on the inputs given; on random gains, shifts, biases and inputs), or
-            refuse and leave the model alone.
+    fold    edit the module, prove it in float64 (on the inputs given; on random gains, shifts, biases and inputs; on
+            another batch and length), or refuse and leave the model alone.
     center  the same for training: the parameters stay, the forward sees them centred.
 
 A fold holds for the outputs that `outputs` selects and for inputs that take the same path through the code as the
@@ -63,6 +63,7 @@ from scripts.foldable_graph import (
     arguments,
     centred,
     digit,
+    first_tensor,
     is_node,
     locate,
     names_of,
@@ -124,7 +125,8 @@ class Report:
     ops: list[Op] = field(default_factory=list)
     untied: list[str] = field(default_factory=list)  # tables that get a copy of their own
     dropout: list[str] = field(default_factory=list)  # dropouts on a centred stream; harmless in eval mode only
-    errors: dict[str, float] = field(default_factory=dict)  # "given", "random" -> what fold() measured
+    inputs: str = ""  # shapes of the example
+    errors: dict[str, float] = field(default_factory=dict)  # what fold() measured, by kind of input: see fold_errors
     certified: bool = False
     seconds: float = 0.0  # find() took
 
@@ -135,7 +137,9 @@ class Report:
     def __str__(self):
         lines = [f"{self.folded}/{len(self.norms)} LayerNorms foldable, {len(self.ops)} inserted centring operations"]
         lines += [f"  {n.name} ({n.dim}): {n.verdict}" for n in self.norms]
-        return "\n".join(lines + [f"  centring operation on the {op}" for op in self.ops])
+        lines += [f"  centring operation on the {op}" for op in self.ops]
+        tried = ", ".join(f"{kind} {error:.0e}" for kind, error in self.errors.items()) or "no fold was tried"
+        return "\n".join([*lines, f"  on inputs {self.inputs}; error in float64, eval mode, of the largest output: {tried}"])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -281,7 +285,8 @@ class Search:
         if isinstance(key, str):
             return key
         if key in self.graph.argument_of:
-            return f"input {self.graph.argument_of[key]}"
+            argument = self.graph.argument_of[key]
+            return f"input {key.name if argument is None else argument}"
         path = self.graph.owner(key)
         return f"{op_name(key) if key.op == 'call_function' else key.name}{' in ' + path if path else ''}"
 
@@ -300,15 +305,20 @@ class Search:
         users, own = set(key.users), graph.stack(key)
         for instance, path in reversed(own):
             nodes = graph.modules[instance]
-            if path and len(graph.instances[path]) == 1 and not users & nodes:
+            if self.has_door(path, shape_of(key), 1) and not users & nodes:
                 leaving = {n for n in nodes if any(u not in nodes for u in n.users)}
                 if leaving == {key}:
                     return Op(path, "output", spot)
         for instance, path in graph.stack(next(iter(users))) if users else ():
             nodes = graph.modules[instance]
-            if path and len(graph.instances[path]) == 1 and users <= nodes and key not in nodes:
+            if self.has_door(path, shape_of(key), 0) and users <= nodes and key not in nodes:
                 return Op(path, "input", spot)
         return None
+
+    def has_door(self, path: str, shape: tuple, side: int) -> bool:
+        """Is this the shape of the tensor that a hook on the input (0) or output (1) of a module, called once, would centre?"""
+        doors = self.graph.doors.get(self.graph.model.get_submodule(path), (None, None))  # a module of two names has none
+        return bool(path) and len(self.graph.instances[path]) == 1 and doors[side] == shape
 
     def solve(self) -> Report:
         """The most LayerNorms for the fewest operations: a minimum cut between what is gained and what it costs."""
@@ -361,6 +371,8 @@ class Search:
             if state in self.absorbed:
                 name, targets = self.absorbed[state]
                 report.absorb[name] = targets
+        if chosen:  # whether these are on a centred stream the graph no longer shows
+            report.dropout += [self.describe(node) for node in self.graph.lost_dropouts]
         report.ops = sorted(set(inserted.values()), key=str)
         report.replace = {module: calls[0].replace for module, calls in chosen.items()}
         names = names_of(self.graph.model)
@@ -438,7 +450,7 @@ def find(model: nn.Module, example_inputs, *, outputs: Callable | None = None, u
     begin = time.perf_counter()
     options = Options(untie, allow_dropout, absorb, assume_centered_ln, op_cost)
     report = Search(Graph(model, example_inputs, outputs, options)).solve()
-    report.certified, report.seconds = False, time.perf_counter() - begin
+    report.inputs, report.seconds = shapes(example_inputs), time.perf_counter() - begin
     return report
 
 
@@ -450,7 +462,7 @@ def centre_output(module, args, output, *, spot: Spot):
     """Forward hook: the module's first tensor comes out centred."""
     if isinstance(output, torch.Tensor):
         return centred(output, spot)
-    first = next(i for i, x in enumerate(output) if isinstance(x, torch.Tensor))
+    first, _ = first_tensor(output)
     return type(output)([*output[:first], centred(output[first], spot), *output[first + 1 :]])
 
 
@@ -458,8 +470,7 @@ def centre_input(module, args, kwargs, *, spot: Spot, key: int | str | None = No
     """Forward pre-hook: argument `key`, or else the first tensor, goes in centred."""
     args, kwargs = list(args), dict(kwargs)
     if key is None:
-        key = next((i for i, x in enumerate(args) if isinstance(x, torch.Tensor)), None)
-        key = next(k for k, x in kwargs.items() if isinstance(x, torch.Tensor)) if key is None else key
+        key = next(k for k, _ in (first_tensor(args), first_tensor(kwargs)) if k is not None)
     place = args if isinstance(key, int) else kwargs
     place[key] = centred(place[key], spot)
     return tuple(args), kwargs
@@ -488,7 +499,8 @@ def rms_in_place_of(norm: nn.Module, axis: int, n: int, groups: int, eps: float)
         new.weight, new.bias = norm.weight, norm.bias
     else:
         new = RMSOver(norm, axis, n, groups, eps)
-    new._forward_hooks, new._forward_pre_hooks = norm._forward_hooks, norm._forward_pre_hooks
+    for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        setattr(new, hooks, getattr(norm, hooks))
     return new.train(norm.training)
 
 
@@ -556,6 +568,23 @@ def shuffled(inputs, rng: torch.Generator):
     return tree_map(other, inputs)
 
 
+def resized(inputs, axis: int):
+    """The inputs with every tensor half as long along `axis`; twice where it was 1."""
+
+    def other(x):
+        if not isinstance(x, torch.Tensor) or x.dim() <= axis:
+            return x
+        return x.narrow(axis, 0, (x.shape[axis] + 1) // 2).clone() if x.shape[axis] > 1 else torch.cat([x, x], axis)
+
+    return tree_map(other, inputs)
+
+
+def shapes(inputs) -> str:
+    args, kwargs = split_inputs(inputs)
+    named = {**dict(enumerate(args)), **kwargs}
+    return ", ".join(f"{k} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"{k} {type(x).__name__}" for k, x in named.items())
+
+
 def run(model: nn.Module, inputs, outputs: Callable | None) -> list[torch.Tensor]:
     args, kwargs = split_inputs(inputs)
     with torch.no_grad(), InDouble():
@@ -563,37 +592,47 @@ def run(model: nn.Module, inputs, outputs: Callable | None) -> list[torch.Tensor
 
 
 def difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """max |got - want| over max |want|, the worst of the outputs; infinite where one is finite and the other not."""
-    worst = 0.0
+    """max |got - want| over max |want|, the worst of the outputs; infinite where one is finite and the other not, or none is.
+    What is equal does not set the scale: a mask's fill value, -1e38, would hide any error."""
+    worst, compared = 0.0, not want
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape or not torch.equal(torch.isfinite(a), torch.isfinite(b)):
             return math.inf
         a, b = a[torch.isfinite(a)].double(), b[torch.isfinite(b)].double()
-        if a.numel():
-            worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-300)).item() if not torch.equal(a, b) else 0.0)
-    return worst
+        compared, moved = compared or a.numel() > 0, a != b
+        if moved.any():
+            worst = max(worst, ((a - b).abs().max() / b[moved].abs().max().clamp(min=1e-300)).item())
+    return worst if compared else math.inf
+
+
+def randomize(model: nn.Module, rng: torch.Generator):
+    """Fresh models have gain 1, shift 0, bias 0, some a last matrix of 0: with those a wrong fold can look right."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and (p.dim() < 2 or not p.any()):
+                p += 0.3 * torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p)
 
 
 def fold_errors(model: nn.Module, inputs, report: Report, outputs: Callable | None = None) -> dict[str, float]:
-    """What the fold changes, in float64, relative to the largest output: {"given": on the model and inputs as they are,
-    "random": with gains, shifts, biases and inputs drawn at random (left out where such inputs do not run)}."""
+    """What the fold changes, in float64, relative to the largest output: "given": on the model and inputs as they are;
+    "random": with gains, shifts, biases and inputs drawn at random; "other batch", "other length": such inputs with half
+    the size along their first and second axis, since the graph is that of the example's sizes. Left out where they do not run."""
     errors, rng = {}, torch.Generator().manual_seed(0)
-    for kind in ("given", "random"):
-        twin, data = copy.deepcopy(model).double().eval(), to_double(inputs)
-        if kind == "random":
+    for drawn in (False, True):
+        twin, data, want = copy.deepcopy(model).double().eval(), to_double(inputs), {}
+        trials = {"given": data}
+        if drawn:
+            randomize(twin, rng)
             data = shuffled(data, rng)
-            with torch.no_grad():
-                for p in twin.parameters():  # fresh models have gain 1, shift 0, bias 0: with those a wrong fold can look right
-                    if p.dim() < 2 and p.is_floating_point():
-                        p += 0.3 * torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p)
-        try:
-            want = run(twin, data, outputs)
-        except Exception:
-            if kind == "given":
-                raise
-            continue
+            trials = {"random": data, "other batch": resized(data, 0), "other length": resized(data, 1)}
+        for kind, x in trials.items():
+            try:
+                want[kind] = run(twin, x, outputs)
+            except Exception:
+                if not drawn:
+                    raise
         apply(twin, report)
-        errors[kind] = difference(run(twin, data, outputs), want)
+        errors |= {kind: difference(run(twin, trials[kind], outputs), y) for kind, y in want.items()}
     return errors
 
 
@@ -609,10 +648,14 @@ def fold(model: nn.Module, example_inputs, *, inplace: bool = False, outputs: Ca
     report = report or find(model, example_inputs, outputs=outputs, **options)
     if any(t.is_meta for t in model.parameters()):
         raise BadInput("a model on the meta device has no values to fold; find() is what works there")
-    report.errors = fold_errors(model, example_inputs, report, outputs)
+    try:
+        report.errors = fold_errors(model, example_inputs, report, outputs)
+    except Exception as e:
+        raise BadInput(f"the fold cannot be proved: {type(e).__name__}: {' '.join(str(e).split())[:300]}; nothing was changed") from e
     report.certified = all(e <= TOLERANCE for e in report.errors.values())
     if not report.certified and not options.get("assume_centered_ln"):
-        raise BadInput(f"the fold changes the outputs by {max(report.errors.values()):.1e} of the largest one; nothing was changed")
+        kind, worst = max(report.errors.items(), key=lambda item: item[1])
+        raise BadInput(f"the fold changes the outputs by {worst:.1e} of the largest one ({kind}); nothing was changed")
     model = model if inplace else copy.deepcopy(model)
     apply(model, report)
     return model, report
@@ -624,11 +667,13 @@ def center(model: nn.Module, report: Report, *, allow_dropout: bool = False) -> 
     model does: the gradient of a centred weight is centred, which is what LayerNorm's gradient is.
 
     `torch.nn.utils.parametrize.remove_parametrizations(module, name)` bakes a weight in at the end.
-    Raises: BadInput for a report with absorbed LayerScale (find(..., absorb=False) makes one without), or with dropout
-    on a centred stream, whose training is not the LayerNorm model's.
+    Raises: BadInput for a report with absorbed LayerScale (find(..., absorb=False) makes one without), with untied tables,
+    or with dropout on a centred stream: their training is not the LayerNorm model's.
     """
     if report.absorb:
         raise BadInput(f"{next(iter(report.absorb))} would be absorbed for good, and cannot train; use find(..., absorb=False)")
+    if report.untied:
+        raise BadInput(f"{report.untied[0]} would get a copy of its own, which trains apart; use find(..., untie=False)")
     if report.dropout and not allow_dropout:
         raise BadInput(f"dropout breaks the zero mean in training ({report.dropout[0]}); set it to 0, or pass allow_dropout=True")
     apply(model, report, parametrized=True)
@@ -739,12 +784,16 @@ def main():
     names = [*names, *(zoo.NAMES if knobs.all else ())]
     if not names and not knobs.checkpoint:
         raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or --all, or --checkpoint DIR")
+    if names and knobs.checkpoint:
+        raise BadInput("--checkpoint DIR is one model; name no architectures beside it")
+    for name in names:
+        zoo.known(name)
     torch.manual_seed(knobs.seed)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if knobs.checkpoint:
         e = zoo.checkpoint(knobs.checkpoint)
         _, report = fold(e.model, e.inputs, outputs=e.outputs, untie=knobs.untie)
-        print(f"{report}\nerror {max(report.errors.values()):.0e} of the largest output in float64; find took {report.seconds:.1f} s")
+        print(f"{report}\nfind took {report.seconds:.1f} s")
         names = []
     elif knobs.bench:
         for name in names:

@@ -10,15 +10,17 @@ import copy
 import math
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -251,7 +253,7 @@ def split(node, a, d, spot, options):
 def item(node, a, d, spot, options):
     parent = node.args[0]
     if op_name(parent) not in SPLITS:
-        raise Blocked(f"is made by {op_name(parent)}, which is not linear")
+        raise Blocked(f"comes out of {op_name(parent)}")
     shape, dim = shape_of(parent), arguments(parent)["dim"]
     axis = spot.axis % len(shape_of(node))
     axis += op_name(parent) == "unbind" and dim % len(shape) <= axis
@@ -321,6 +323,19 @@ def product(node, a, d, spot, options):
     return [(x, digit(shape_of(x), spot.axis, spot)), *(term(y, spot) for y in added)]
 
 
+@rule("einsum")
+def einsum(node, a, d, spot, options):
+    """Linear in each factor: the one that alone has the digit's letter is the one to centre."""
+    left, arrow, right = a["equation"].replace(" ", "").partition("->")
+    if not arrow or "." in left:
+        raise Blocked("multiplies in a way that is not followed")
+    found = [(x, letters) for x, letters in zip(a["tensors"], left.split(","), strict=True) if right[spot.axis] in letters]
+    if len(found) > 1 or found[0][1].count(right[spot.axis]) > 1:
+        raise Blocked("multiplies by something that varies along the normalised dimension")
+    ((x, letters),) = found
+    return [(x, digit(shape_of(x), letters.index(right[spot.axis]), spot))]
+
+
 @rule("scaled_dot_product_attention")
 def attention(node, a, d, spot, options):
     if spot.axis != -1:
@@ -363,14 +378,19 @@ class Selected(nn.Module):
         return tensors_in(self.outputs(self.model(*args, **kwargs)))
 
 
-def tensors_in(x, depth: int = 6) -> list[torch.Tensor]:
-    """Every tensor in a nest of containers and objects (a cache of keys and values is one), each once."""
+def tensors_in(x, seen: set | None = None) -> list[torch.Tensor]:
+    """Every tensor in a nest of containers and objects (a cache of keys and values is one)."""
+    seen = set() if seen is None else seen
     if isinstance(x, torch.Tensor):
         return [x]
-    leaves = tree_leaves(x)
-    if len(leaves) == 1 and leaves[0] is x:  # no container that pytrees know
-        leaves = list(vars(x).values()) if hasattr(x, "__dict__") and not isinstance(x, type) and depth else []
-    return [t for leaf in leaves if depth for t in tensors_in(leaf, depth - 1)]
+    if id(x) in seen or isinstance(x, str | bytes | type | ModuleType | nn.Module):
+        return []
+    seen.add(id(x))
+    inside = list(x.values()) if isinstance(x, Mapping) else list(x) if isinstance(x, list | tuple | Set | deque) else []
+    slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
+    inside += [*getattr(x, "__dict__", {}).values(), *(getattr(x, name) for name in slots if hasattr(x, name))]
+    found = [t for item in inside for t in tensors_in(item, seen)]
+    return list({id(t): t for t in found}.values())  # a ModelOutput holds each as an item and as an attribute
 
 
 def split_inputs(inputs) -> tuple[tuple, dict]:
@@ -380,21 +400,38 @@ def split_inputs(inputs) -> tuple[tuple, dict]:
     return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
 
 
+def first_tensor(x) -> tuple:
+    """(index or key of the first tensor in a list, tuple or dict, its shape); (None, None) in anything else."""
+    items = x.items() if type(x) is dict else enumerate(x) if type(x) in (list, tuple) else ()
+    return next(((k, tuple(v.shape)) for k, v in items if isinstance(v, torch.Tensor)), (None, None))
+
+
 def capture(model: nn.Module, inputs, outputs: Callable | None):
-    """The functional ATen graph of model(inputs). Raises: BadInput with the exporter's reason."""
+    """The functional ATen graph of model(inputs); {module: (shape of its first tensor argument, of what it returns first)};
+    the dropouts that the graph has lost. Raises: BadInput with the exporter's reason."""
+    doors = {}
+
+    def record(module, args, kwargs, output):
+        output = (output,) if isinstance(output, torch.Tensor) else output
+        doors[module] = first_tensor(args)[1] or first_tensor(kwargs)[1], first_tensor(output)[1] if type(output) is not dict else None
+
     args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, split_inputs(inputs))  # no two are one
     fast = torch.backends.mha.get_fastpath_enabled()
+    handle = nn.modules.module.register_module_forward_hook(record, with_kwargs=True)
     torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's fused layer would hide its LayerNorms
     try:
         with warnings.catch_warnings(action="ignore"):
             program = torch.export.export(Selected(model, outputs), args, kwargs, strict=False)
-            mutates = any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in program.graph.nodes)
-            return program.run_decompositions({}) if mutates else program  # in-place operations become functional ones
+            if not any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in program.graph.nodes):
+                return program, doors, []
+            lost = [node for node in program.graph.nodes if op_name(node) == "dropout" and arguments(node)["p"] > 0]
+            return program.run_decompositions({}), doors, lost  # in-place operations become functional ones, idle dropouts vanish
     except Exception as e:
         raise BadInput(
             f"torch.export cannot capture this model with these inputs: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
         ) from e
     finally:
+        handle.remove()
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
@@ -435,12 +472,16 @@ class Graph:
 
     def __init__(self, model: nn.Module, inputs, outputs: Callable | None, options: Options):
         self.model, self.options, (args, kwargs) = model, options, split_inputs(inputs)
-        program = capture(model, inputs, outputs)
+        program, self.doors, self.lost_dropouts = capture(model, inputs, outputs)
         self.nodes = list(program.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.tensor_of, self.argument_of = {}, {}
         arguments_ = list(range(len(args))) + list(kwargs)
-        flat = [k for k, v in zip(arguments_, [*args, *kwargs.values()], strict=True) for _ in tree_leaves(v)]
+        flat = [  # None for a tensor inside a container: no hook centres that
+            k if isinstance(v, torch.Tensor) else None
+            for k, v in zip(arguments_, [*args, *kwargs.values()], strict=True)
+            for _ in tree_leaves(v)
+        ]
         by_name = {node.name: node for node in self.nodes if node.op == "placeholder"}
         user_inputs = 0
         for spec in program.graph_signature.input_specs:
@@ -480,7 +521,7 @@ class Graph:
 
     def find_sources(self) -> dict[str, Source]:
         same, saved = names_of(self.model), {id(t) for t in self.model.state_dict(keep_vars=True).values()}
-        users, self.key_of = defaultdict(list), {}
+        users, self.key_of, aliases = defaultdict(list), {}, aliases_of(self.model)
         for node, name in self.tensor_of.items():
             for user in node.users:
                 source = self.source_name(user, same[id(tensor_at(self.model, name))])
@@ -495,6 +536,8 @@ class Graph:
             reason = ""
             if not t.is_floating_point():
                 reason = f"{name} holds {t.dtype}, not floating point numbers"
+            elif id(t) in aliases:
+                reason = f"{name} shares its memory with {aliases[id(t)]}"
             elif id(t) not in saved:
                 reason = f"{name} is not saved with the model, which may compute it anew"
             elif unseen:
@@ -548,6 +591,8 @@ class Graph:
             d = Digit(1, math.prod(a["normalized_shape"]))
             if len(a["normalized_shape"]) > 1:
                 reason = "normalises over several dimensions"
+            elif is_parametrized(module):
+                reason = "has a parametrized gain or shift"
             elif plain_norm(module):
                 replace = (-1, d.n, 1, a["eps"])
             elif path and not list(module.children()) and "norm" in type(module).__name__.lower():
@@ -556,7 +601,7 @@ class Graph:
             d = Digit(len(shape) == 2, shape[1] // a["num_groups"])
             replace = (-1, d.n, a["num_groups"], a["eps"]) if len(shape) == 2 and type(module) is nn.GroupNorm else None
             reason = "normalises over space as well as channels" if len(shape) > 2 else reason
-        if d.n < 2:
+        if d.n < 2 and replace:
             replace, reason = None, "normalises a single element"
         affine = a["weight"] is not None or a["bias"] is not None
         name = path if replace else None
@@ -570,6 +615,22 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
         for attribute, t in (*module._parameters.items(), *module._buffers.items()):
             if t is not None:
                 found[id(t)].append(f"{path}.{attribute}" if path else attribute)
+    return found
+
+
+def aliases_of(model: nn.Module) -> dict[int, str]:
+    """id of each parameter and buffer that lies in the memory of another one (`a.data = b.data`) -> the other's name.
+    An edit of one would be an edit of both, which no graph and no copy of the model shows."""
+    begun, found = {}, {}
+    names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+    tensors = {id(t): t for t in (*model.buffers(), *model.parameters())}
+    for key, t in sorted(tensors.items(), key=lambda item: item[1].storage_offset()):
+        storage = t.untyped_storage()._cdata
+        other, end = begun.get(storage, (None, 0))
+        if other and t.numel() and t.storage_offset() < end:
+            found |= {key: names[other], other: names[key]}
+        last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1
+        begun[storage] = max((other, end), (key, last), key=lambda x: x[1])
     return found
 
 

@@ -126,6 +126,12 @@ PLAIN = ("torch-prenorm", "torch-postnorm")  # nn.TransformerEncoder, both forms
 NAMES = (*FAMILIES, *PLAIN)
 
 
+def known(name: str):
+    """Raises: BadInput for a name that is none of NAMES."""
+    if name not in NAMES:
+        raise BadInput(f"no architecture {name!r}; there are {', '.join(NAMES)}")
+
+
 def library():
     """transformers, kept from any network. Raises: BadInput if it is not installed."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -135,6 +141,7 @@ def library():
     except ImportError:
         raise BadInput("these architectures come from transformers, which is not installed; pip install transformers==5.23.0") from None
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
 
 
@@ -171,11 +178,10 @@ class Tokens(nn.Module):
 def build(name: str, layers: int | None = None, tied: bool | None = None, **settings) -> Example:
     """A network of the zoo. Args: layers: its depth (None: the config class's own); tied: input and output tables (None:
     the config class's own); settings: override those of the config. Raises: BadInput for a name that is none of NAMES."""
+    known(name)
     if name in PLAIN:
         model = Tokens(name == "torch-prenorm", layers or 6, tied=tied is not False)
         return Example(model.eval(), (inputs_of("text")["input_ids"],))
-    if name not in FAMILIES:
-        raise BadInput(f"no architecture {name!r}; there are {', '.join(NAMES)}")
     transformers, family = library(), FAMILIES[name]
     depth = {key: layers for key in family.depth} if layers else {}
     values = family.settings | (depth if not family.parts else {}) | settings
