@@ -118,7 +118,7 @@ def training_step(model, tokens, batch_size: int, autocast, forward=None, lr: fl
         used = [p for p in params if p.grad is not None]
         total_norm = torch.nn.utils.get_total_norm([p.grad for p in used])
         torch.nn.utils.clip_grads_with_norm_(used, 1.0, total_norm)
-        optimizer.found_inf = (~torch.isfinite(total_norm)).float()
+        optimizer.found_inf = (~(torch.isfinite(total_norm) & torch.isfinite(totals).all())).float()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
