@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, one_line, tiny
-from test_train import corpus, flags, train  # noqa: F401 (corpus is a fixture)
+from running import flags, train
 
 from config import BadInput, Config, parse
 from model import ModelError, Transformer
@@ -188,7 +188,7 @@ finally:
 """
 
 
-def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subprocess.CompletedProcess]:  # noqa: F811
+def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subprocess.CompletedProcess]:
     """(what came over the network, the finished process) of a tiny run in which every road to the network leads to a listener."""
     listener = Listener()
     listener.start()
@@ -202,14 +202,14 @@ def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subpr
     return listener.heard, done
 
 
-def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):  # noqa: F811
+def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):
     heard, done = run_watched(tmp_path, corpus)
     assert done.returncode == 0, done.stderr
     assert not heard
     assert done.stdout.endswith("\nno wandb\n")
 
 
-def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus):  # noqa: F811
+def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus):
     pytest.importorskip("wandb")
     heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="offline")
     assert done.returncode == 0, done.stderr
@@ -218,7 +218,7 @@ def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus):  # noqa:
 
 
 @pytest.mark.slow
-def test_wandb_online_would_be_heard(tmp_path, corpus):  # noqa: F811
+def test_wandb_online_would_be_heard(tmp_path, corpus):
     """That the listener hears: the same run, online."""
     pytest.importorskip("wandb")
     began = time.perf_counter()
