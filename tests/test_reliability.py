@@ -139,9 +139,9 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), ("after", 19)])
+@pytest.mark.parametrize("at, n", [("write", 700), ("log", 4), ("replace", 6), ("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
-    """A torn write, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
+    """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
     out = tmp_path / "run"
     dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
@@ -189,7 +189,7 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 # --- disks
 
 
-@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
+@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
 def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
     out, words = tmp_path / "run", os.strerror(getattr(errno, error))
     with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "link"])
+@pytest.mark.parametrize("call", ["write", "log", "fsync", "replace", "link"])
 def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call):
     """Also in the log, whose file stays open."""
     with monkeypatch.context() as patch:
