@@ -2,7 +2,7 @@
 
     python tests/faults.py '{"at": "fsync", "n": 3, "do": "kill"}' --max_iters=20 ...
 
-at      write (to a file of the run), fsync, link, replace; before, after (an optimizer step)
+at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before, after (an optimizer step)
 n       the how-manieth call in this process, from 1
 do      kill (SIGKILL of this process, with half of a write on the disk), or the name of an errno to raise
 rank    under torchrun, the rank that it happens to; without it rank 0
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 class Faulty:
     """A file whose writes are fault points."""
 
-    def __init__(self, file, point):
-        self.file, self.point = file, point
+    def __init__(self, file, kind, point):
+        self.file, self.kind, self.point = file, kind, point
 
     def write(self, data):
-        self.point("write", lambda: (self.file.write(data[: len(data) // 2]), self.file.flush()))
+        self.point(self.kind, lambda: (self.file.write(data[: len(data) // 2]), self.file.flush()))
         return self.file.write(data)
 
     def __getattr__(self, name):
@@ -70,7 +70,8 @@ def install(fault: dict, put=setattr) -> Counter:
 
     def opened(path, mode="r", *args, **more):
         file = plain(path, mode, *args, **more)
-        return Faulty(file, point) if str(path).endswith((".tmp", "metrics.jsonl")) and mode[0] in "wa" else file
+        kind = {".tmp": "write", ".jsonl": "log"}.get(os.path.splitext(path)[1]) if isinstance(path, Path) and mode[0] in "wa" else None
+        return Faulty(file, kind, point) if kind else file
 
     def step(self, *args, **more):
         point("before")

@@ -98,11 +98,11 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
     while so_far < kills or out.exists():
         fault, signum = None, None
         if so_far < kills:
-            kind = rng.choice(["write", "before", "after", "SIGKILL", "SIGTERM", "SIGINT"])
+            kind = rng.choice(["write", "log", "before", "after", "SIGKILL", "SIGTERM", "SIGINT"])
             if kind.startswith("SIG"):
                 signum = getattr(signal, kind)
             else:
-                fault = {"at": kind, "n": rng.randrange(1, 1200 if kind == "write" else 15), "do": "kill"}
+                fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "log": 6}.get(kind, 15)), "do": "kill"}
         began = time.perf_counter()
         pid = fork(argv, folder / "log", fault)
         if signum:
@@ -118,7 +118,8 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             assert status in wanted, (kind, status)
             whole(out)
             so_far += 1
-            done[f"{kind} from outside" if signum else f"SIGKILL {'in a write' if kind == 'write' else f'{kind} an update'}"] += 1
+            where = {"write": "in a write", "log": "in a line of the log"}.get(kind, f"{kind} an update")
+            done[f"{kind} from outside" if signum else f"SIGKILL {where}"] += 1
     print(f"{so_far} kills over {runs} runs of one process")
 
 

@@ -33,6 +33,10 @@ def short(corpus, tmp_path_factory, one_thread) -> Path:
     return out
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def resume(out) -> list[str]:
     return ["--init_from=resume", f"--out_dir={out}"]
 
@@ -89,9 +93,7 @@ def test_files_of_other_formats(short, tmp_path, capsys):
     assert "format 2" in error and "format 1" in error and "use the version" in error
 
 
-@pytest.mark.parametrize(
-    "damage", ["bit", pytest.param("cut", marks=pytest.mark.slow), "gone", pytest.param("foreign", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("damage", ["bit", *(slow(x) for x in ("cut", "gone", "foreign"))])
 def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsys):
     """With one line; the run then ends as ever, and the damaged file never takes the place of the good one."""
     out = tmp_path / "run"
@@ -139,9 +141,9 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), ("after", 19)])
+@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), slow("log", 4), slow("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
-    """A torn write, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
+    """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
     out = tmp_path / "run"
     dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
@@ -189,7 +191,7 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 # --- disks
 
 
-@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
+@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
 def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
     out, words = tmp_path / "run", os.strerror(getattr(errno, error))
     with monkeypatch.context() as patch:
@@ -202,7 +204,7 @@ def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "link"])
+@pytest.mark.parametrize("call", ["write", "log", "fsync", "replace", "link"])
 def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call):
     """Also in the log, whose file stays open."""
     with monkeypatch.context() as patch:
@@ -247,9 +249,8 @@ def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedPro
     return subprocess.run(["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    "size, step", [("400k", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("100k", None), ("1400k", 10)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size, step", [("100k", None), ("400k", 0), ("1400k", 10)])
 def test_a_full_disk(short, corpus, tmp_path, size, step):
     """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the third that a rename needs for a
     moment: one line, and what is there stays good."""
@@ -262,6 +263,7 @@ def test_a_full_disk(short, corpus, tmp_path, size, step):
     assert_same_run(short, left)
 
 
+@pytest.mark.slow
 def test_a_read_only_disk(corpus, tmp_path):
     done = in_tmpfs(tmp_path, "9m", f"mount -o remount,ro {tmp_path}/small", flags(tmp_path / "small/run", corpus, **SHORT))
     assert done.returncode == 2 and "Read-only file system" in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -281,7 +283,7 @@ def altered_loss(monkeypatch, by, when):
     monkeypatch.setattr(network, "head_loss", altered)
 
 
-@pytest.mark.parametrize("step", [2, 12, 20])
+@pytest.mark.parametrize("step", [2, slow(12), slow(20)])
 def test_a_non_finite_loss_with_a_finite_gradient_stops(short, corpus, tmp_path, monkeypatch, step):
     """In every phase; the step is named, and the checkpoint is of before."""
     seen = []
@@ -343,6 +345,7 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     """Rank 1 is killed at an update: torchrun starts both again, which go on and end as the uninterrupted run."""
     knobs = {**SHORT, **TWO}

@@ -378,6 +378,19 @@ def test_a_degenerate_calibration_is_refused_by_the_norms_name(variant, broken):
     assert one_line(e).startswith("0.attn: ")
 
 
+def test_a_denominator_below_delta_is_degenerate():
+    """c = num/(den + delta) is then a finite number that fits nothing."""
+    model = in_norm_phase("rmsnorm-all-aux")
+    with torch.no_grad():
+        model.blocks[0].norm_attn.weight.fill_(1e-8)
+    model(*batch())
+    model.update_statistics()
+    assert torch.isfinite(model.blocks[0].norm_attn.c_now()) and model.blocks[0].norm_attn.c_now() > 0
+    with pytest.raises(ModelError) as e:
+        model.calibrate()
+    assert one_line(e).startswith("0.attn: ")
+
+
 def test_a_degenerate_norm_in_the_middle_is_the_one_named():
     model = in_norm_phase("rmsnorm-all-aux")
     model(*batch())
