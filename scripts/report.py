@@ -299,7 +299,7 @@ def lambda_study(figures: Figures, name: str, group: list[Run], options: list[st
 
 
 def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[str], base: list[Run]) -> list[str]:
-    """The knobs of the taper that vary, each combination a row; drawn over the gate's, if it is among them."""
+    """The variants' own knobs that vary, each combination a row; drawn over the gate's, if it is among them."""
     over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
     table, curves = [], defaultdict(list)
     for (variant, weight), runs in grouped(group, lambda r: (r.variant, r.settings["aux_weight"])).items():
@@ -396,7 +396,8 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
         if "aux_weight" in vary:
             text += [f"### Lambda, {steps:,} steps", "", *lambda_study(figures, f"lambda{name}", runs, options, base)]
         if schedule := [o for o in options if o in vary and o != "aux_weight"]:
-            text += [f"### Schedule of the taper, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", runs, schedule, base)]
+            what = "Schedule of the taper" if {"gate_start", "gate_end"} & set(schedule) else "Knobs of one variant"
+            text += [f"### {what}, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", runs, schedule, base)]
     return text
 
 
