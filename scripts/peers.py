@@ -6,8 +6,8 @@
 
 Needs transformers. Each contestant is a process of its own, so that each has its own allocator settings, threads and
 peak memory; they take turns of one step, or of as many as fill 0.2 s, one at work at a time, in a fresh random order each
-round. A ratio is the median over rounds of (this / our best), both of the same round, with its quartiles: above 1 it takes
-longer than ours.
+round. All are started anew several times: a process can have a luck of its own (results/speed.md has a case). A ratio is the median over all rounds of (this / our best), both of the same
+round, with its quartiles: above 1 it takes longer than ours.
 Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
 
 "HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
@@ -18,6 +18,7 @@ import importlib.util
 import json
 import sys
 import time
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,7 +54,8 @@ class Peers:
     batch_size: Count = 8  # windows of a training step
     seq: Count = 128  # tokens of the prompt, for prefill; decode starts from 8
     new_tokens: Count = 32  # tokens that one round of decode adds
-    iters: Count = 9  # timed rounds, after one to warm up
+    iters: Count = 5  # timed rounds, after one to warm up
+    processes: Count = 3  # times that everyone is started anew, for so many rounds each
     seed: Whole = 1337  # of weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
 
@@ -245,16 +247,21 @@ def compare(k: Peers, width: int):
 
 def measure(k: Peers, width: int) -> list[dict]:
     """Time all contestants at this width. One dict of figures for each."""
-    names = list(contestants(k))
-    said = take_turns({name: (work, k, name, width) for name in names}, 1 + k.iters, k.seed)
-    times = {name: np.array(values[2:]) for name, values in said.items()}  # but the peak and the round to warm up
+    names, times, peaks = list(contestants(k)), defaultdict(list), defaultdict(list)
+    for start in range(k.processes):
+        for name, (peak, _, *turns) in take_turns({name: (work, k, name, width) for name in names}, 1 + k.iters, k.seed + start).items():
+            times[name] += turns  # but the one to warm up
+            peaks[name].append(peak)
+    times = {name: np.array(t) for name, t in times.items()}
     best = min((n for n in names if n.startswith("nanonorm")), key=lambda n: np.median(times[n]))
     units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
     rows = []
     for name in names:
         low, middle, high = np.percentile(times[name] / times[best], (25, 50, 75)).tolist()
         rows.append(dict(name=name, n_embd=width, ms=float(np.median(times[name])), tok_s=units / float(np.median(times[name])) * 1e3,
-                         ratio=middle, ratio_q1=low, ratio_q3=high, best=best, peak_bytes=said[name][0]))  # fmt: skip
+                         ratio=middle, ratio_q1=low, ratio_q3=high, best=best,
+                         of_each_process=np.median(times[name].reshape(k.processes, -1), 1).tolist(),
+                         peak_bytes=None if None in peaks[name] else float(np.median(peaks[name]))))  # fmt: skip
     return rows
 
 
@@ -275,7 +282,8 @@ def main():
     unit = {"train": "step", "prefill": "prompt", "decode": f"{k.new_tokens} tokens"}[k.mode]
     print(f"machine  {machine(torch.device('cpu'))}; torch {torch.__version__}, transformers {transformers.__version__}")
     shape = f"{k.batch_size} x {k.block_size} tokens" if k.mode == "train" else f"batch 1, prompt of {k.seq if k.mode == 'prefill' else 8}"
-    print(f"measure  {k.mode}, {shape}, n_layer {k.n_layer}, n_head {k.n_head}, vocabulary {k.vocab_size}; {k.iters} rounds, taking turns")
+    print(f"measure  {k.mode}, {shape}, n_layer {k.n_layer}, n_head {k.n_head}, vocabulary {k.vocab_size}")
+    print(f"         {k.processes} processes of each, {k.iters} rounds each, taking turns")
     figures = []
     for width in k.n_embd or ((64, 256) if k.mode == "train" else (64, 512)):
         compare(k, width)
