@@ -6,8 +6,8 @@
 
 Needs transformers. Each contestant is a process of its own, so that each has its own allocator settings, threads and
 peak memory; they take turns of one step, or of as many as fill 0.2 s, one at work at a time, in a fresh random order each
-round. All are started anew several times: a process can have a luck of its own (results/speed.md has a case). A ratio is the median over all rounds of (this / our best), both of the same
-round, with its quartiles: above 1 it takes longer than ours.
+round. All are started anew several times: a process can have a luck of its own (results/speed.md has a case). A ratio is the
+median over all rounds of (this / our best), both of the same round, with its quartiles: above 1 it takes longer than ours.
 Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
 
 "HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
