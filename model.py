@@ -13,6 +13,7 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, 
 """
 
 import copy
+import errno
 import math
 import warnings
 import zipfile
@@ -776,9 +777,9 @@ class Transformer(nn.Module):
             idx, unseen = torch.cat((idx, new), 1), new
             if stop_id is not None and done.all():
                 break
+        self.train(was_training)
         if not finite.isfinite():
             raise ModelError("the logits are not finite, so there is nothing to sample; is this a checkpoint from before its taper's end?")
-        self.train(was_training)
         return idx
 
     # --- files
@@ -860,9 +861,10 @@ def read_file(path) -> dict:
         raise BadFile(f"no model file {path}") from None
     except IsADirectoryError:
         raise BadFile(f"{path} is a folder; name a .pt file in it") from None
-    except MemoryError:
-        raise
     except Exception as e:
+        disk = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)  # EINVAL: a place that a damaged file names
+        if disk or isinstance(e, MemoryError) or "allocate" in str(e):
+            raise  # the file may be as good as ever
         reason = str(e).split(". ")[0].split("\n")[0][:120] or type(e).__name__
         raise BadFile(
             f"{path} cannot be read as a model file: it is damaged, cut short or was not written by this project ({reason})"

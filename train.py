@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections import deque
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
@@ -148,7 +149,7 @@ def first_nonfinite(model, batches, autocast) -> str:
     for h in hooks:
         h.remove()
     grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    return found[0] if found else f"gradient of {grads[-1]}" if grads else "value on another rank"
+    return found[0] if found else f"gradient of {grads[-1]}" if grads else "value that does not show again here"
 
 
 def spike(loss: float, before) -> float:
@@ -311,10 +312,11 @@ def main(held: ExitStack):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
-            wrong = [p.shape for p, s in optimizer.state.items() if not fits_adamw(s, p)]
-            if wrong:
+            needed = {p for p in decay if iter_num} | set(optimizer.state)  # a gain may not have trained yet
+            if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
                 raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
-            if not 0 <= iter_num <= cfg.max_iters or type(run_id) is not str or type(val) is not dict:
+            fine = totals.shape == (3,) and totals.isfinite().all()
+            if not (fine and 0 <= iter_num <= cfg.max_iters and type(run_id) is str and type(val) is dict):
                 raise ValueError("progress")
         except torch.OutOfMemoryError:
             raise
@@ -325,7 +327,8 @@ def main(held: ExitStack):
     compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
-        return compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 has another name for broadcast_buffers
+            return compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
 
     model.set_phase(model.phase)
     step_model = wrap()
@@ -368,7 +371,10 @@ def main(held: ExitStack):
     if main_rank:
         size = sum(p.numel() for p in model.parameters())
         header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
-        lines = config.log_until(out_dir / "metrics.jsonl", iter_num) or [json.dumps(header)]
+        lines = config.log_until(out_dir / "metrics.jsonl", iter_num)
+        if iter_num and not lines:
+            print(f"train.py: {out_dir}/metrics.jsonl is gone; the log begins anew at step {iter_num}", file=sys.stderr)
+        lines = lines or [json.dumps(header)]
         with atomic_write(out_dir / "metrics.jsonl", "w") as f:
             f.writelines(line + "\n" for line in lines)
         with atomic_write(out_dir / "tokenizer.model") as f:
@@ -387,16 +393,17 @@ def main(held: ExitStack):
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     micro_steps = cfg.gradient_accumulation_steps // ranks
     peak = measure_peak(device, dtype) * ranks if main_rank else 0.0
-    stop = 0  # the signal that asked to leave
+    asked = stop = 0  # the signal that asked this process to leave; the one that all ranks leave by, at the same step
 
     def on_signal(signum, frame):
-        nonlocal stop
-        stop = signum
+        nonlocal asked
+        asked = signum
         signal.signal(signum, signal.SIG_DFL)  # the second one leaves at once
 
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, on_signal)
     bad_step = torch.full((), cfg.max_iters, device=device)  # first step with a non-finite loss or gradient; no update from there on
+    remedy = f"{newest} keeps the last good state. If it comes again, start anew in another out_dir with a lower learning_rate"
     params = list(model.parameters())
     bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
     gc.collect()
@@ -438,7 +445,8 @@ def main(held: ExitStack):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         iter_num = last
-        if ranks > 1:  # every rank leaves at the same step
+        stop = asked
+        if ranks > 1:  # a signal that comes after this is for the next step
             flag = torch.tensor(stop)
             dist.all_reduce(flag, dist.ReduceOp.MAX, host_group)
             stop = flag.item()
@@ -451,7 +459,9 @@ def main(held: ExitStack):
             model.gate.fill_(gate_at(k, cfg)[1])
             batches = [train_batch(train_tokens, cfg, k, micro * ranks + rank, device) for micro in range(micro_steps)]
             where = first_nonfinite(model, batches, autocast)
-            raise SystemExit(f"train.py: step {k}: non-finite {where}; {out_dir}/ckpt.pt keeps the last good state. Lower learning_rate?")
+            raise SystemExit(f"train.py: step {k}: non-finite {where}; {remedy}")
+        if (saves or stop) and (name := next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)):
+            raise SystemExit(f"train.py: step {last - 1}: its update left {name} non-finite; {remedy}")
         model.gate.fill_(gate_at(iter_num, cfg)[1])  # a log line describes the model after its step
         if logs:
             if ranks > 1:
@@ -503,7 +513,9 @@ def main(held: ExitStack):
             clock, clock_iter = time.perf_counter(), iter_num
     bar.close()
     gc.enable()
-    if stop and iter_num < cfg.max_iters:
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, lambda signum, _: sys.exit(128 + signum))  # the checkpoint is written; a resumed run exports
+    if stop := stop or asked:
         if main_rank:
             name = signal.Signals(stop).name
             print(f"stopped by {name} at step {iter_num}; go on with: python train.py --init_from=resume --out_dir={quoted}")

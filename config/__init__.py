@@ -147,7 +147,10 @@ def hold_folder(path: str | Path):
 
 
 def refuse_another_run(out_dir: Path):
+    """BadInput if `out_dir` holds a run, or what is left of one."""
     if held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")) if p.exists()]:
+        if not held[0].endswith(".pt"):
+            raise BadInput(f"{out_dir} holds what is left of a run without a checkpoint ({held[0]}); remove it, or name another --out_dir")
         raise BadInput(f"{out_dir} holds another run ({held[0]}); add --init_from=resume to go on with it, or name another --out_dir")
 
 
@@ -163,13 +166,19 @@ def first_good(read, bad: type[Exception], *paths: Path):
 
 
 def log_until(path: Path, step: int) -> list[str]:
-    """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again."""
-    lines = []
-    with contextlib.suppress(OSError, ValueError):  # a line cut short by the kill is the last one
-        for line in path.read_text().splitlines():
-            if json.loads(line).get("iter", 0) > step:
+    """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again.
+
+    Raises: BadInput for a line that is none, unless it is the last, which the kill may have cut.
+    """
+    lines, pieces = [], path.read_bytes().split(b"\n") if path.exists() else []
+    for number, piece in enumerate(pieces, 1):
+        try:
+            if json.loads(piece).get("iter", 0) > step:
                 break
-            lines.append(line)
+            lines.append(piece.decode())
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            if number < len(pieces):
+                raise BadInput(f"{path}:{number} is damaged, and the log behind it would be lost; mend or remove that line") from None
     return lines
 
 

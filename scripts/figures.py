@@ -75,7 +75,7 @@ class Figures:
         ax.plot(x, mean, **{"color": colour, "linestyle": line, "label": f"{name} (n={len(y)})", **more})
         if len(y) > 1:
             ax.fill_between(x, low, high, color=more.get("color", colour), alpha=0.2, linewidth=0)
-        self.points += [(figure, name, *row, len(y)) for row in zip(x, mean, low, high, strict=True)]
+        self.points += [(figure, name, *(f"{v:.5g}" for v in row), len(y)) for row in zip(x, mean, low, high, strict=True)]
 
     def save(self, fig, name: str, legend_from=None, columns: int = 3) -> str:
         """Write NAME.png with one legend below the axes; returns the markdown that shows it."""

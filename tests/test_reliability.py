@@ -389,3 +389,75 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
         assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
     a, b = (json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) for out in (short, tmp_path / "run"))
     assert {**a, "settings": 0} == {**b, "settings": 0}
+
+
+# --- what a review found
+
+
+def test_a_signal_to_one_rank_at_a_log_line_stops_both_at_the_same_step(corpus, tmp_path):
+    """It comes after the ranks have agreed to go on, so they leave after the next step, and save it."""
+    fault = {"at": "log", "n": 2, "do": "SIGTERM"}  # step 6
+    process = launch(*flags(tmp_path / "run", corpus, **{**SHORT, **TWO}), ranks=2, fault=fault, stdout=-1, stderr=-2)
+    said = process.communicate(timeout=180)[0]
+    assert process.returncode != 0 and "stopped by SIGTERM at step 7" in said and f'File "{ROOT}/train.py' not in said, said
+    assert final(tmp_path / "run")["progress"]["iter"] == 7
+
+
+def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypatch):
+    """The last checkpoint is written; the run resumed exports."""
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "export", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(*flags(tmp_path / "run", corpus, **SHORT), expect=None) == 128 + signal.SIGTERM
+    assert not (tmp_path / "run/folded.pt").exists()
+    train(*resume(tmp_path / "run"))
+    assert_same_run(short, tmp_path / "run")
+    assert (tmp_path / "run/folded.pt").exists()
+
+
+@pytest.mark.parametrize("line, n", [(b"\xff\n", 4), (b"[1]\n", 4), (b"{\n", 6)])
+def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
+    shutil.copytree(short, out := tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines[: n - 1], line, *lines[n:]]))
+    before = (out / "metrics.jsonl").read_bytes()
+    error = refused(capsys, *resume(out))
+    assert f"metrics.jsonl:{n} is damaged" in error and "mend or remove that line" in error
+    assert (out / "metrics.jsonl").read_bytes() == before
+    (out / "metrics.jsonl").unlink()
+    train(*resume(out))
+    assert "metrics.jsonl is gone; the log begins anew at step 24" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, monkeypatch, capsys):
+    shutil.copytree(short, out := tmp_path / "run")
+    load = torch.load
+    for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+
+        def failing(*_, error=error, **__):
+            monkeypatch.setattr(torch, "load", load)
+            raise error
+
+        monkeypatch.setattr(torch, "load", failing)
+        assert "damaged" not in refused(capsys, *resume(out))
+        assert not (out / "ckpt.bad.pt").exists()
+
+
+def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
+    knobs = {**SHORT, "learning_rate": 1e39, "warmup_iters": 0, "ckpt_interval": 1, "taper": "none", "aux_weight": 0.0}
+    said = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
+    assert re.match(r"train.py: step 0: its update left \S+ non-finite; .*ckpt.pt keeps the last good state", said), said
+    assert all(t.isfinite().all() for t in final(tmp_path / "run")["state"].values())
+
+
+def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for init_from in ("scratch", "auto"):
+        assert "without a checkpoint (config.json); remove it" in refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
+
+
+def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
+    for change in (lambda c: c["optimizer"].update(state={}), lambda c: c["progress"]["totals"].fill_(float("nan"))):
+        shutil.copytree(short, out := tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        change(ckpt := final(out))
+        torch.save(ckpt, out / "ckpt.pt")
+        assert "ckpt.pt is damaged" in refused(capsys, *resume(out))
