@@ -430,16 +430,16 @@ def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, monkeypatch, capsys):
     shutil.copytree(short, out := tmp_path / "run")
-    load = torch.load
     for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 
         def failing(*_, error=error, **__):
-            monkeypatch.setattr(torch, "load", load)
             raise error
 
-        monkeypatch.setattr(torch, "load", failing)
-        assert "damaged" not in refused(capsys, *resume(out))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "load", failing)
+            assert "damaged" not in refused(capsys, *resume(out))
         assert not (out / "ckpt.bad.pt").exists()
+    train(*resume(out))
 
 
 def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
