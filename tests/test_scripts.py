@@ -35,7 +35,8 @@ SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
 def test_peers_times_llama_beside_us(mode):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
-    command = [sys.executable, "scripts/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32", "--compiled=False", "--iters=2", "--processes=1"]
+    command = [sys.executable, "scripts/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32", "--iters=2"]
+    command += ["--compiled=False", "--processes=1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
