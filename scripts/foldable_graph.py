@@ -432,6 +432,7 @@ def capture(model: nn.Module, inputs, outputs: Callable | None):
         ) from e
     finally:
         handle.remove()
+        nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch's remove() leaves it: every call would be slower
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

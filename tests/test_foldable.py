@@ -738,3 +738,8 @@ def test_the_readme_example(capsys):
     (code,) = [b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "scripts.foldable" in b]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.split("\n") == ["foldable", "5 of 5 True", ""]
+
+
+def test_nothing_of_the_capture_stays_in_the_process():
+    find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval(), torch.randn(2, 4))
+    assert not nn.modules.module._has_any_global_hook()
