@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 from config import ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
 from data import open_corpus
+from data.sampling import train_batch, windows
 from model import BadFile, ModelConfig, ModelError, Transformer, export, exports, read_file
 
 try:
@@ -47,23 +48,6 @@ except ImportError:  # training needs torch, numpy and sentencepiece; without tq
             self.update = self.set_postfix = self.close = lambda *_, **__: None
 
         write = staticmethod(print)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# data: a batch is a function of (seed, step, index of the micro-batch over all ranks), of nothing else
-
-
-def windows(tokens, starts, length: int, device):
-    """(inputs, targets), each (len(starts), length), of the windows that begin at `starts` (numpy int64)."""
-    at = torch.from_numpy(starts).to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
-    ids = tokens[at].to(device, non_blocking=True).long() & 0xFFFF  # the int16 hold uint16
-    return ids[:, :-1], ids[:, 1:]
-
-
-def train_batch(tokens, cfg, step: int, index: int, device):
-    """Micro-batch `index` (over all ranks) of optimizer step `step`."""
-    rng = np.random.default_rng((cfg.seed, step, index))
-    return windows(tokens, rng.integers(len(tokens) - cfg.block_size, size=cfg.batch_size), cfg.block_size, device)
 
 
 @torch.no_grad()
@@ -225,8 +209,8 @@ def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype
         bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if cfg.dtype == "bfloat16" and not bf16:
         raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
-    helps = device.type == "cuda" or cfg.n_embd >= 256  # on a CPU narrow products do not always pay for the casts
-    dtype = ("bfloat16" if bf16 and helps else "float32") if cfg.dtype == "auto" else cfg.dtype
+    pays = bf16 and config.bfloat16_pays(device.type, cfg.n_embd)
+    dtype = ("bfloat16" if pays else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, getattr(torch, dtype)
 
 

@@ -204,6 +204,14 @@ def keep_freed_memory():
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
+def bfloat16_pays(device_type: str, n_embd: int) -> bool:
+    """Whether autocast to bfloat16 makes a training step faster: on a GPU, and on a CPU that has instructions for it where the products
+    are wide enough to pay for the casts. Other CPUs compute it too, by way of float32 and slower than that (results/speed.md)."""
+    import torch
+
+    return device_type == "cuda" or (n_embd >= 256 and torch.cpu._is_avx512_bf16_supported())
+
+
 def commit() -> str | None:
     """The commit of this checkout, with -dirty if files differ from it; None outside git."""
     git = ["git", "-C", str(ROOT)]

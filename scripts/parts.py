@@ -24,6 +24,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import BadInput, Count, keep_freed_memory, one_line_errors, parse
+from data.sampling import windows
 from model import ModelConfig, ModelError, Transformer, attend, head_loss
 from scripts.turns import rounds, tensor_peak
 
@@ -108,10 +109,9 @@ def training_step(model, tokens, batch_size: int, autocast, forward=None, lr: fl
     rng, params, totals = np.random.default_rng(0), list(model.parameters()), torch.zeros(3, dtype=torch.float64)
 
     def step():
-        starts = torch.from_numpy(rng.integers(len(tokens) - T, size=batch_size))
-        ids = tokens[starts[:, None] + torch.arange(T + 1)].long() & 0xFFFF
+        batch = windows(tokens, rng.integers(len(tokens) - T, size=batch_size), T, "cpu")
         with autocast:
-            losses = forward(ids[:, :-1], ids[:, 1:])
+            losses = forward(*batch)
         losses.total.backward()
         totals.add_(torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double())
         model.update_statistics()

@@ -327,7 +327,7 @@ def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, list[R
     head = ["gap by pairs, % (pairs)", *(f"{steps:,} steps" for steps in rows_at)]
     text = ["### The gap against the length of training", "", markdown(head, table), ""]
     for which, family in (("tapers", TAPERS), ("others", OTHERS)):
-        if shown := {v: curves[v] for v in family if v in curves}:
+        if shown := {v: curves[v] for v in family if len(curves[v]) > 1}:
             text += [figures.study(f"{name}_{which}", "optimizer steps of the whole run", [("gap to baseline, %", shown, 0)]), ""]
     return text
 
@@ -368,7 +368,8 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
              "percentiles, interpolated between the runs (of three seeds nearly the range). Running mean over a fiftieth of the run. "
              "Axes are fitted to what follows the first twentieth of it; spikes leave the frame.", ""]  # fmt: skip
     specs = [(title, "train/ce", "nats per token", less) for title, less in (("Training loss", False), ("less the baseline's", True))]
-    for family, which in ((TAPERS, "tapers"), (OTHERS, "others")):
+    others = any(rows[v] for v in OTHERS[1:])
+    for family, which in ((TAPERS, "tapers"), (OTHERS, "others"))[: 1 + others]:
         text += ["### Training loss" + (" (TaperNorm's Figure 2)" if which == "tapers" else ", other norms"), "",
                  figures.panels(f"loss_{which}{tag}", specs, rows, family), ""]  # fmt: skip
     specs = [("Norm of the logits", "logits/l2", "mean l2 norm", False), ("Scale of the last stream", "s/mean", "mean s(h)", False)]
@@ -385,10 +386,11 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
         cells = [spread([r.loss for r in rows[v]]), gap_cells(rows[v], rows["baseline"])[1], speed_cell(rows[v]), alphas.get(v, "-")]
         speeds.append([v, len(rows[v]), *cells])
     head = ["variant", "n", "val/loss", "gap by pairs, % (pairs)", "tok/s, median (quartiles)", "alpha"]
-    text += ["### CoupledNorm's Table 1, and CBWC, at this scale", "", markdown(head, speeds), "",
-             "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. It is no comparison of "
-             "speed; scripts/parts.py, which interleaves the variants in one process, is.", "",
-             "### CBWC against LayerNorm and RMSNorm, val/loss by seed", "", equality_table(rows), ""]  # fmt: skip
+    if others:
+        text += ["### CoupledNorm's Table 1, and CBWC, at this scale", "", markdown(head, speeds), "",
+                 "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. It is no comparison of "
+                 "speed; scripts/parts.py, which interleaves the variants in one process, is.", "",
+                 "### CBWC against LayerNorm and RMSNorm, val/loss by seed", "", equality_table(rows), ""]  # fmt: skip
     if len(rows_at) > 1:
         text += steps_study(figures, f"steps{tag}", rows_at)
     for steps, runs in by_steps.items():

@@ -23,7 +23,7 @@ from torch.profiler import profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ROOT, BadInput, Count, atomic_write, one_line_errors, parse
+from config import ROOT, BadInput, Count, atomic_write, bfloat16_pays, one_line_errors, parse
 from model import ModelError
 from scripts.turns import take_turns
 
@@ -50,7 +50,7 @@ class Where:
     vocab_size: Count = 10_000  # token ids
     block_size: Count = 512  # tokens of a window
     batch_size: Count = 8  # windows
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of autocast; auto: as train.py chooses, bfloat16 from n_embd 256 on
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of autocast; auto: as train.py chooses
     iters: Count = 5  # profiled steps
     figure: str | None = None  # .png for the stacked bars (needs matplotlib)
 
@@ -64,7 +64,7 @@ def load(path: Path, name: str):
 
 def step_of(k: Where, who: str, width: int):
     """() that does one step of `who`: "llama", or "root:norm" for a checkout and a norm."""
-    low = k.dtype == "bfloat16" or (k.dtype == "auto" and width >= 256)
+    low = k.dtype == "bfloat16" or (k.dtype == "auto" and bfloat16_pays("cpu", width))
     peers = load(ROOT / "scripts/peers.py", "peers")
     shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head, batch_size=k.batch_size)
     if who == "llama":

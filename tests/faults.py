@@ -2,7 +2,8 @@
 
     python tests/faults.py '{"at": "fsync", "n": 3, "do": "kill"}' --max_iters=20 ...
 
-at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before, after (an optimizer step)
+at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before, after (an optimizer step);
+        agree (the ranks on whether to go on: once when they start, then once a step)
 n       the how-manieth call in this process, from 1
 do      kill (SIGKILL of this process, with half of a write on the disk), the name of an errno to raise, or of a
         signal for this process
@@ -81,11 +82,17 @@ def install(fault: dict, put=setattr) -> Counter:
         update(self, *args, **more)
         point("after")
 
-    plain, update = builtins.open, torch.optim.AdamW.step
+    def all_reduce(*args, **more):
+        if len(args) > 2:  # in a group of its own
+            point("agree")
+        return reduce(*args, **more)
+
+    plain, update, reduce = builtins.open, torch.optim.AdamW.step, torch.distributed.all_reduce
     for kind in ("fsync", "link", "replace"):
         put(os, kind, guarded(kind, getattr(os, kind)))
     put(builtins, "open", opened)
     put(torch.optim.AdamW, "step", step)
+    put(torch.distributed, "all_reduce", all_reduce)
     return calls
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -124,37 +125,59 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
 
 
 def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
+    """A signal from outside comes once the ranks are about to train, or anywhere in the process before that."""
     reference, out, runs, so_far = folder / "two", folder / "two_killed", 0, 0
-    log = open(folder / "log", "a")  # noqa: SIM115
-    began = time.perf_counter()
-    assert launch(*flags(reference, corpus, **RUN, **TWO), ranks=2, stdout=log, stderr=log).wait() == 0
-    seconds = time.perf_counter() - began
     argv = flags(out, corpus, **RUN, **TWO)
+    began = time.perf_counter()
+    process = launch(*flags(reference, corpus, **RUN, **TWO), ranks=2, stdout=subprocess.DEVNULL)
+    setup = until_the_loop(process, reference / "metrics.jsonl", None) - began
+    assert process.wait() == 0
+    training = time.perf_counter() - began - setup
     while so_far < kills or out.exists():
-        fault, kind = (
-            None,
-            "nothing" if so_far >= kills else rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]),
-        )
+        fault, kind = None, rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]) if so_far < kills else "nothing"
         if kind in ("write", "replace", "before", "after"):
             rank = 0 if kind in ("write", "replace") else rng.randrange(2)
             fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)), "do": "kill", "rank": rank}
-        process = launch(*argv, ranks=2, fault=fault, stdout=log, stderr=log, start_new_session=True)
-        if kind in ("job", "SIGTERM", "SIGINT"):
-            time.sleep(rng.uniform(0.3, 1) * seconds)
-            if kind == "job":
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.send_signal(getattr(signal, kind))
-        if process.wait() == 0:
+        was = modified(out / "metrics.jsonl")
+        with open(folder / "said", "w") as said:
+            process = launch(*argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+            if kind in ("job", "SIGTERM", "SIGINT"):
+                if rng.random() < 0.75:
+                    until_the_loop(process, out / "metrics.jsonl", was)
+                    time.sleep(rng.uniform(0, training))
+                else:
+                    time.sleep(rng.uniform(0.3, 1) * setup)
+                if kind == "job":
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.send_signal(getattr(signal, kind))
+            status = process.wait()
+        text = (folder / "said").read_text()
+        (folder / "log").write_text(text)
+        if status == 0:
             compare(out, reference)
             shutil.rmtree(out)
             runs += 1
-        else:
-            whole(out)
-            so_far += 1
-            name = {"job": "SIGKILL of the job", "SIGTERM": "SIGTERM to torchrun", "SIGINT": "SIGINT to torchrun"}
-            done[f"two ranks: {name.get(kind, f'SIGKILL of one at {kind}')}"] += 1
+            continue
+        whole(out)
+        so_far += 1
+        name = f"{kind} to torchrun" if kind.startswith("SIG") else "SIGKILL of the job" if kind == "job" else f"SIGKILL of one at {kind}"
+        if stopped := re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text):  # they left together, and what they saved is that step
+            assert kind.startswith("SIG") and read_file(out / "ckpt.pt")["progress"]["iter"] == int(stopped[2]), text
+            name += ", saved and left"
+        done[f"two ranks: {name}"] += 1
     print(f"{so_far} kills over {runs} runs of two ranks")
+
+
+def modified(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def until_the_loop(process, log: Path, was: int | None) -> float:
+    """Wait until a run has written its metrics.jsonl, the last thing before its first step, or has ended; returns the time."""
+    while process.poll() is None and modified(log) in (None, was):
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def main():

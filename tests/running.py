@@ -37,10 +37,10 @@ def train(*argv, expect=0, program="train.py"):
     return status
 
 
-def launch(*argv, ranks=1, restarts=0, fault=None, **popen):
+def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **popen):
     """train.py as a process of its own, or `ranks` of them under torchrun; `fault`: what faults.py does to them."""
     runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={restarts}"] if ranks > 1 else []
-    script = [ROOT / "train.py"] if fault is None else [ROOT / "tests/faults.py", json.dumps(fault)]
+    script = [script] if fault is None else [ROOT / "tests/faults.py", json.dumps(fault)]
     popen = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True, **popen}
     return subprocess.Popen([sys.executable, *runner, *map(str, script), *map(str, argv)], **popen)
 

@@ -403,6 +403,43 @@ def test_a_signal_to_one_rank_at_a_log_line_stops_both_at_the_same_step(corpus, 
     assert final(tmp_path / "run")["progress"]["iter"] == 7
 
 
+@pytest.mark.slow
+def test_a_signal_while_the_ranks_agree_counts_at_the_next_step(corpus, tmp_path):
+    """Whatever rank it comes to: both leave after the same step, and the run resumed ends the same."""
+    knobs = {**SHORT, **TWO}
+    for rank in (0, 1):
+        fault = {"at": "agree", "n": 8, "do": "SIGTERM", "rank": rank}  # the first is at the start, so this one ends step 7
+        process = launch(*flags(tmp_path / f"{rank}", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
+        said = process.communicate(timeout=180)[0]
+        assert process.returncode != 0 and "stopped by SIGTERM at step 8" in said and f'File "{ROOT}/train.py' not in said, said
+        assert final(tmp_path / f"{rank}")["progress"]["iter"] == 8
+    process = launch("--init_from=resume", f"--out_dir={tmp_path}/1", ranks=2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert_same_run(tmp_path / "run", tmp_path / "1")
+
+
+@pytest.mark.slow
+def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
+    """Machines whose disks are not one, say: each rank has a folder of its own here."""
+    train(*flags(tmp_path / "0/run", corpus, **{**SHORT, **TWO}))
+    shutil.copytree(tmp_path / "0/run", tmp_path / "1/run")
+    shutil.copy(tmp_path / "0/run/ckpt.prev.pt", tmp_path / "1/run/ckpt.pt")
+    (tmp_path / "apart.py").write_text(
+        "import os, runpy, sys\n"
+        f"sys.path[0], sys.argv[0] = {str(ROOT)!r}, {str(ROOT / 'train.py')!r}\n"
+        f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    before = {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
+    process = launch("--init_from=resume", "--out_dir=run", ranks=2, script=tmp_path / "apart.py", stdout=-1, stderr=-2)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode != 0 and f'File "{ROOT}/train.py' not in said, said
+    assert "the ranks found checkpoints of steps 20 to 24 in run: it was being written; start again" in said
+    assert before == {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
+
+
 def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypatch):
     """The last checkpoint is written; the run resumed exports."""
     with monkeypatch.context() as patch:

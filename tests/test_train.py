@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 
+from config import Config
 from model import Transformer
 
 
@@ -53,6 +55,16 @@ def test_validation_is_the_whole_split(reference, corpus):
     assert abs(last["val/loss"] - nats) < 1e-5  # float32 against float64
     assert abs(last["val/bpb"] - total / np.log(2) / 6000) < 1e-4
     assert model.meta["val/loss"] == last["val/loss"] and max(model.meta["fold_error"].values()) < 1e-4
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
+    """A CPU without instructions for it computes it several times slower than float32."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    pick = runpy.run_path(str(ROOT / "train.py"), run_name="train")["pick_device"]
+    computes = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for width, dtype in ((128, torch.float32), (256, torch.bfloat16 if native and computes else torch.float32)):
+        assert pick(Config(device="cpu", n_embd=width), 0) == (torch.device("cpu"), dtype)
 
 
 def test_diagnostics_are_what_they_say(reference):
