@@ -157,7 +157,7 @@ def save(payload: dict, path: Path, kept: Path | None = None):
 
 def start_wandb(cfg: Config, run_id: str):
     """The wandb run of this training run, new or gone on with. BadInput if it cannot be had."""
-    if cfg.wandb_mode == "offline":
+    if cfg.wandb_mode != "online":
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
     try:
         import wandb
@@ -218,7 +218,7 @@ def main(held: ExitStack):
     # --- what to run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop; takes a prepare.py down with it
     cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
-    rank, ranks, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, ranks, local_rank = config.place_among_ranks()
     main_rank, ckpt = rank == 0, None
     out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
     newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
@@ -258,9 +258,11 @@ def main(held: ExitStack):
     # --- data
     folder = ROOT / "data" / cfg.dataset
     if not (folder / "meta.json").exists() and main_rank:
-        if not (folder / "prepare.py").exists():
-            known = ", ".join(sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py")))
-            raise BadInput(f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {known}, or name a prepared folder")
+        known = sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
+        if cfg.dataset not in known:  # code in a folder of any other place, which a checkpoint may name too, is not run
+            raise BadInput(
+                f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {', '.join(known)}, or name a prepared folder"
+            )
         if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
             sys.exit(2)  # prepare.py has said why
     if ranks > 1:
@@ -277,13 +279,14 @@ def main(held: ExitStack):
     if device.type == "cuda" and dtype == torch.bfloat16:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
     torch.manual_seed(cfg.seed)  # the same weights on every rank
-    iter_num, run_id, val = 0, uuid.uuid4().hex[:8], {}
+    iter_num, run_id, val, logged, ran_with = 0, uuid.uuid4().hex[:8], {}, 0, {}
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # of ce, aux and 1 since the last log line
     if ckpt is None:
         model = Transformer(model_config)
     else:
         model = Transformer.from_file(ckpt, source)
-        if model.config != model_config or model.meta.get("corpus", {}).get("tokenizer_sha256") != corpus["tokenizer_sha256"]:
+        was = model.meta.get("corpus", {})
+        if model.config != model_config or any(was.get(k, corpus[k]) != corpus[k] for k in corpus if k.endswith("_sha256")):
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
@@ -295,11 +298,12 @@ def main(held: ExitStack):
         try:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
+            logged, ran_with = ckpt["progress"].get("logged", 0), dict(model.meta["versions"])
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
             needed = {p for p in decay if iter_num} | set(optimizer.state)  # a gain may not have trained yet
             if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
                 raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
-            fine = totals.shape == (3,) and totals.isfinite().all()
+            fine = totals.shape == (3,) and totals.isfinite().all() and type(logged) is int
             if not (fine and 0 <= iter_num <= cfg.max_iters and type(run_id) is str and type(val) is dict):
                 raise ValueError("progress")
         except torch.OutOfMemoryError:
@@ -318,8 +322,15 @@ def main(held: ExitStack):
     step_model = wrap()
 
     # --- run folder
-    code = versions(device)
-    origin = {k: corpus[k] for k in ("tokenizer_sha256", "vocab_size", "source")} | {"tokenizer": "tokenizer.model"}
+    code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
+    names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
+    origin = {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}
+
+    def undo(kind, error, trace):
+        """Of a run that fails before its first update (too large for the memory, say) nothing is left."""
+        if kind is not None and issubclass(kind, Exception) and iter_num == 0:
+            for name in config.RUN_FILES:
+                (out_dir / name).unlink(missing_ok=True)
 
     def checkpoint():
         """Everything that the next step depends on. The metrics reach the disk first, so none is missing behind it."""
@@ -332,7 +343,7 @@ def main(held: ExitStack):
             with config.writing(out_dir / "metrics.jsonl"):
                 os.fsync(metrics.fileno())
         meta = {"iter": iter_num, "phase": model.phase, "gate": model.gate.item(), "corpus": origin, "versions": code}
-        progress = {"iter": iter_num, "run_id": run_id, "totals": totals.cpu(), "val": val}
+        progress = {"iter": iter_num, "run_id": run_id, "totals": totals.cpu(), "val": val, "logged": logged}
         save({**model.to_file(meta), "optimizer": optimizer.state_dict(), "run": asdict(cfg), "progress": progress}, newest, kept=previous)
 
     metrics, wandb_run = None, None
@@ -340,12 +351,13 @@ def main(held: ExitStack):
         if ckpt is None:
             held.enter_context(hold_folder(out_dir))
             config.refuse_another_run(out_dir)
+            held.push(undo)
         elif source == previous and newest.exists():
             with config.writing(out_dir):
                 newest.replace(out_dir / "ckpt.bad.pt")  # else the next checkpoint would keep it as the previous one
         try:
-            for stale in out_dir.glob("*.tmp"):
-                stale.unlink()
+            for stale in (out_dir / f"{name}.tmp" for name in config.RUN_FILES):
+                stale.unlink(missing_ok=True)
         except OSError as e:
             raise BadInput(f"cannot clear {stale}, left by a killed run: {e.strerror}; remove it, or name another --out_dir") from None
         wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
@@ -358,7 +370,14 @@ def main(held: ExitStack):
         lines = config.log_until(out_dir / "metrics.jsonl", iter_num)
         if iter_num and not lines:
             print(f"train.py: {out_dir}/metrics.jsonl is gone; the log begins anew at step {iter_num}", file=sys.stderr)
-        lines = lines or [json.dumps(header)]
+        elif iter_num and len(lines) - 1 < logged:
+            print(f"train.py: {out_dir}/metrics.jsonl has {len(lines) - 1} lines up to step {iter_num} of {logged}", file=sys.stderr)
+        lines, logged = lines or [json.dumps(header)], max(0, len(lines) - 1)
+        if changed := {k: v for k, v in code.items() if ran_with.get(k, v) != v}:
+            told = ", ".join(f"{k} {v} in place of {ran_with[k]}" for k, v in changed.items())
+            print(f"train.py: going on with {told}: what follows is the same run to rounding only", file=sys.stderr)
+            header = json.loads(lines[0])
+            lines[0] = json.dumps(header | {"resumed": [*header.get("resumed", []), {"iter": iter_num, "versions": code}]})
         with atomic_write(out_dir / "metrics.jsonl", "w") as f:
             f.writelines(line + "\n" for line in lines)
         with atomic_write(out_dir / "tokenizer.model") as f:
@@ -381,8 +400,10 @@ def main(held: ExitStack):
 
     def on_signal(signum, frame):
         nonlocal asked
+        if asked and signum == signal.SIGINT:  # a second Ctrl-C leaves at once; a second SIGTERM is the first, by way of torchrun
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
         asked = signum
-        signal.signal(signum, signal.SIG_DFL)  # the second one leaves at once
 
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, on_signal)
@@ -484,6 +505,7 @@ def main(held: ExitStack):
             with config.writing(out_dir / "metrics.jsonl"):
                 metrics.write(json.dumps({"iter": iter_num, **finite}) + "\n")
                 metrics.flush()
+            logged += 1
             if wandb_run is not None:
                 wandb_run.log(line, step=iter_num)
         if main_rank and evals:

@@ -46,6 +46,8 @@ class BadInput(Exception):
 @contextlib.contextmanager
 def one_line_errors(*also: type[Exception]):
     """Turn BadInput (and the exception types in `also`) into one line on stderr and exit status 2."""
+    with contextlib.suppress(AttributeError):  # no stream, or one of a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no run
     try:
         yield
     except (BadInput, *also) as e:
@@ -96,6 +98,15 @@ def keep_previous(path: Path, kept: Path):
             tmp.unlink(missing_ok=True)  # it is still there if both were names of one file: that rename does nothing
 
 
+HELD: dict[Path, int] = {}  # folder -> handle, while hold_folder holds it
+
+
+def still_held(folder: Path):
+    """BadInput if the folder that this process holds is no longer the one of that name: another process may be at work in that."""
+    if folder in HELD and not os.path.samestat(os.fstat(HELD[folder]), os.stat(folder)):
+        raise BadInput(f"{folder} was removed and made again while this process was at work in it; nothing more is written there")
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
     """Open a file beside `path` for writing; on success sync it and rename it over `path`, else remove it.
@@ -111,6 +122,7 @@ def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
                 yield f
                 f.flush()
                 os.fsync(f.fileno())
+            still_held(path.parent)
             if kept is not None:
                 keep_previous(path, kept)
             os.replace(tmp, path)
@@ -140,15 +152,20 @@ def hold_folder(path: str | Path):
         raise BadInput(f"another process is at work in {path}; wait for it, or name another --out_dir") from None
     except OSError:
         pass  # some network file systems have no locks; the files are no worse for it when only one is at work
+    HELD[Path(path)] = handle
     try:
         yield Path(path)
     finally:
+        del HELD[Path(path)]
         os.close(handle)  # a process that dies lets go as well
+
+
+RUN_FILES = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl", "tokenizer.model", "unfused.pt", "folded.pt", "model.pt")
 
 
 def refuse_another_run(out_dir: Path):
     """BadInput if `out_dir` holds a run, or what is left of one."""
-    if held := [p.name for p in map(out_dir.joinpath, ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")) if p.exists()]:
+    if held := [p.name for p in map(out_dir.joinpath, RUN_FILES[:4]) if p.exists()]:
         if not held[0].endswith(".pt"):
             raise BadInput(f"{out_dir} holds what is left of a run without a checkpoint ({held[0]}); remove it, or name another --out_dir")
         raise BadInput(f"{out_dir} holds another run ({held[0]}); add --init_from=resume to go on with it, or name another --out_dir")
@@ -168,18 +185,38 @@ def first_good(read, bad: type[Exception], *paths: Path):
 def log_until(path: Path, step: int) -> list[str]:
     """The lines of a metrics.jsonl up to `step`: what a killed run logged after its last checkpoint will be logged again.
 
-    Raises: BadInput for a line that is none, unless it is the last, which the kill may have cut.
+    Raises: BadInput for a line that is none or out of order, unless it is the last, which the kill may have cut.
     """
-    lines, pieces = [], path.read_bytes().split(b"\n") if path.exists() else []
+    lines, before, pieces = [], -1, path.read_bytes().split(b"\n") if path.exists() else []
     for number, piece in enumerate(pieces, 1):
         try:
-            if json.loads(piece).get("iter", 0) > step:
-                break
-            lines.append(piece.decode())
+            line = json.loads(piece)
+            at, loss = line.get("iter", 0), line.get("train/loss")
+            if not before < at or not (loss is None or isinstance(loss, float)):
+                raise ValueError
+            before = at
+            if at <= step:
+                lines.append(piece.decode())
         except (ValueError, TypeError, AttributeError, RecursionError):
             if number < len(pieces):
                 raise BadInput(f"{path}:{number} is damaged, and the log behind it would be lost; mend or remove that line") from None
     return lines
+
+
+def place_among_ranks() -> tuple[int, int, int]:
+    """(rank, ranks, local rank) as torchrun tells them; (0, 1, 0) without it. Raises: BadInput if only some of it is told."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    told, missing = [n for n in names[:3] if n in os.environ], [n for n in names if n not in os.environ]
+    if not told:
+        return 0, 1, 0
+    try:
+        rank, ranks, local = (int(os.environ[name]) for name in names[:3])
+        if not (0 <= rank < ranks and 0 <= local < ranks):
+            raise ValueError
+    except (KeyError, ValueError):
+        wrong = f"{missing[0]} is not" if missing else "they name no place among ranks"
+        raise BadInput(f"{told[0]} is set in the environment and {wrong}; start with torchrun, or unset {' '.join(told)}") from None
+    return rank, ranks, local
 
 
 def model_file(path: str | Path) -> Path:
@@ -269,7 +306,7 @@ class Config(ModelKnobs):
     log_interval: Count = 10  # steps between log lines
     ckpt_interval: Count = 1000  # steps between checkpoints: the most that a kill -9 can cost
     wandb_log: bool = False  # log to Weights & Biases as well
-    wandb_mode: Literal["online", "offline"] = "online"  # offline writes under out_dir, for `wandb sync`
+    wandb_mode: Literal["online", "offline", "disabled"] = "online"  # offline writes under out_dir, for `wandb sync`
     wandb_project: str = "nanonorm"  # wandb project
     wandb_run_name: str | None = None  # wandb run name; None: the name of out_dir
     # data

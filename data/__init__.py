@@ -278,7 +278,7 @@ def prepare(train: Callable[[], Iterable[Part]], val: Callable[[], Iterable[Part
 def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.ndarray]:
     """(meta.json, train tokens, val tokens) of a prepared corpus, each split checked and long enough for one window.
 
-    The tokens are memory-mapped int16 that hold uint16 ids: `& 0xFFFF` after widening. Raises: BadInput.
+    meta also has each split's sha256. The tokens are memory-mapped int16 that hold uint16 ids: `& 0xFFFF` after widening. Raises: BadInput.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -295,6 +295,7 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
             tokens = np.memmap(path, dtype=DTYPE, mode="c")
             if (top := int(tokens.max())) >= meta["vocab_size"]:
                 raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {meta['vocab_size']}; prepare {folder} again")
+            meta[f"{split}_sha256"] = hashlib.sha256(tokens).hexdigest()
             splits.append(tokens.view("<i2"))
         if load_tokenizer(folder / meta["tokenizer"]).sha256 != meta["tokenizer_sha256"] or not 0 < meta["val_bytes"] < 2**60:
             raise BadInput(f"{folder / meta['tokenizer']} is not the tokenizer that meta.json names; prepare {folder} again")

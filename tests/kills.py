@@ -10,6 +10,7 @@ first difference.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -93,67 +94,78 @@ def systematic(folder: Path, corpus: Path, reference: Path, done: Counter):
 
 
 def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills: int, rng):
-    """Kills of one run after another, each where the last one left it."""
+    """Kills of one run after another, each where the last one left it; the last run is left to end."""
     out, runs, so_far, seconds = folder / "run", 0, 0, 3.0
     argv = flags(out, corpus, **RUN)
-    while so_far < kills or out.exists():
-        fault, signum = None, None
+    while so_far < kills or out.exists() or not runs:
+        fault, signum, kind = None, None, None
         if so_far < kills:
             kind = rng.choice(["write", "log", "before", "after", "SIGKILL", "SIGTERM", "SIGINT"])
             if kind.startswith("SIG"):
                 signum = getattr(signal, kind)
             else:
                 fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "log": 6}.get(kind, 15)), "do": "kill"}
-        began = time.perf_counter()
+        began, was = time.perf_counter(), modified(out / "metrics.jsonl")
         pid = fork(argv, folder / "log", fault)
         if signum:
             time.sleep(rng.uniform(0.05, seconds))
             os.kill(pid, signum)
         status = ended(pid)
+        assert kind or status == 0, status
         if status == 0:
             compare(out, reference)
             shutil.rmtree(out)
             seconds, runs = max(seconds, time.perf_counter() - began) if signum is None else seconds, runs + 1
         else:
-            wanted = {"SIGTERM": (143, -15), "SIGINT": (130, -2)}.get(kind, (-9,))
+            wanted = {"SIGTERM": (143,), "SIGINT": (130,)}.get(kind, (-9,))
+            if signum and modified(out / "metrics.jsonl") == was:  # before training it may die of the signal itself
+                wanted = (*wanted, -signum)
             assert status in wanted, (kind, status)
             whole(out)
             so_far += 1
             where = {"write": "in a write", "log": "in a line of the log"}.get(kind, f"{kind} an update")
             done[f"{kind} from outside" if signum else f"SIGKILL {where}"] += 1
-    print(f"{so_far} kills over {runs} runs of one process")
+    print(f"{so_far} kills over {runs} runs of one process", flush=True)
 
 
 def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
-    """A signal from outside comes once the ranks are about to train, or anywhere in the process before that."""
+    """A signal from outside comes while the ranks train, or anywhere in the processes before that; the last run is left to end."""
     reference, out, runs, so_far = folder / "two", folder / "two_killed", 0, 0
     argv = flags(out, corpus, **RUN, **TWO)
     began = time.perf_counter()
     process = launch(*flags(reference, corpus, **RUN, **TWO), ranks=2, stdout=subprocess.DEVNULL)
-    setup = until_the_loop(process, reference / "metrics.jsonl", None) - began
-    assert process.wait() == 0
-    training = time.perf_counter() - began - setup
-    while so_far < kills or out.exists():
-        fault, kind = None, rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]) if so_far < kills else "nothing"
+    training = until_it_trains(process, reference / "metrics.jsonl")
+    setup = time.perf_counter() - began
+    assert process.wait() == 0 and training
+    left = time.perf_counter() - began - setup
+    while so_far < kills or out.exists() or not runs:
+        fault, kind = None, rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]) if so_far < kills else None
         if kind in ("write", "replace", "before", "after"):
             rank = 0 if kind in ("write", "replace") else rng.randrange(2)
             fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)), "do": "kill", "rank": rank}
-        was = modified(out / "metrics.jsonl")
+        training = False
         with open(folder / "said", "w") as said:
             process = launch(*argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
             if kind in ("job", "SIGTERM", "SIGINT"):
                 if rng.random() < 0.75:
-                    until_the_loop(process, out / "metrics.jsonl", was)
-                    time.sleep(rng.uniform(0, training))
+                    training = until_it_trains(process, out / "metrics.jsonl")
+                    time.sleep(rng.uniform(0, 0.7 * left))
                 else:
-                    time.sleep(rng.uniform(0.3, 1) * setup)
+                    time.sleep(rng.uniform(0.3, 0.9) * setup)
+                ranks = children(process.pid)
                 if kind == "job":
-                    os.killpg(process.pid, signal.SIGKILL)
+                    for pid in (process.pid, *ranks):  # torchrun first: it would end the ranks its own way
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 else:
-                    process.send_signal(getattr(signal, kind))
+                    everyone = kind == "SIGTERM" and rng.random() < 0.5  # as whoever ends a whole job does; torchrun passes it on as well
+                    for pid in (process.pid, *(ranks if everyone else ())):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, getattr(signal, kind))
             status = process.wait()
         text = (folder / "said").read_text()
         (folder / "log").write_text(text)
+        assert kind or status == 0, text
         if status == 0:
             compare(out, reference)
             shutil.rmtree(out)
@@ -162,22 +174,45 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
         whole(out)
         so_far += 1
         name = f"{kind} to torchrun" if kind.startswith("SIG") else "SIGKILL of the job" if kind == "job" else f"SIGKILL of one at {kind}"
-        if stopped := re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text):  # they left together, and what they saved is that step
-            assert kind.startswith("SIG") and read_file(out / "ckpt.pt")["progress"]["iter"] == int(stopped[2]), text
-            name += ", saved and left"
+        stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
+        if kind.startswith("SIG") and training:  # they left together, and what they saved is that step; or the loop was over
+            step = read_file(out / "ckpt.pt")["progress"]["iter"]
+            assert step == (int(stopped[2]) if stopped else RUN["max_iters"]), text
+            name += " and the ranks" * everyone + ", saved and left"
+        else:
+            assert not stopped or kind.startswith("SIG"), text
         done[f"two ranks: {name}"] += 1
     print(f"{so_far} kills over {runs} runs of two ranks")
+
+
+def children(pid: int) -> list[int]:
+    """Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def modified(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-def until_the_loop(process, log: Path, was: int | None) -> float:
-    """Wait until a run has written its metrics.jsonl, the last thing before its first step, or has ended; returns the time."""
-    while process.poll() is None and modified(log) in (None, was):
+def until_it_trains(process, log: Path) -> bool:
+    """Wait until a run has rewritten its metrics.jsonl and then added a line, or has ended; returns whether it got there."""
+
+    def look():
+        with contextlib.suppress(FileNotFoundError):
+            return (found := log.stat()).st_ino, found.st_size
+
+    before = look()
+    while process.poll() is None and (look() or (None,))[0] == (before or (None,))[0]:
         time.sleep(0.01)
-    return time.perf_counter()
+    begun = look()
+    while process.poll() is None and look() == begun:
+        time.sleep(0.01)
+    return process.poll() is None
 
 
 def main():

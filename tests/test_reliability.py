@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import faults
+import numpy as np
 import pytest
 import torch
 from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
@@ -451,14 +452,17 @@ def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypat
     assert (tmp_path / "run/folded.pt").exists()
 
 
-@pytest.mark.parametrize("line, n", [(b"\xff\n", 4), (b"[1]\n", 4), (b"{\n", 6)])
+@pytest.mark.parametrize(
+    "line, n", [(b"\xff\n", 4), (b"[1]\n", 4), (b"{\n", 6), (b'{"iter": 92}\n', 5), (b'{"iter": 9, "train/loss": "x"}\n', 4)]
+)
 def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
     shutil.copytree(short, out := tmp_path / "run")
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (out / "metrics.jsonl").write_bytes(b"".join([*lines[: n - 1], line, *lines[n:]]))
     before = (out / "metrics.jsonl").read_bytes()
     error = refused(capsys, *resume(out))
-    assert f"metrics.jsonl:{n} is damaged" in error and "mend or remove that line" in error
+    at = n + (b"92" in line)  # an order that is broken shows in the line behind
+    assert f"metrics.jsonl:{at} is damaged" in error and "mend or remove that line" in error
     assert (out / "metrics.jsonl").read_bytes() == before
     (out / "metrics.jsonl").unlink()
     train(*resume(out))
@@ -498,3 +502,111 @@ def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
         change(ckpt := final(out))
         torch.save(ckpt, out / "ckpt.pt")
         assert "ckpt.pt is damaged" in refused(capsys, *resume(out))
+
+
+def test_lines_that_are_missing_from_the_log_are_told(short, tmp_path, capsys):
+    shutil.copytree(short, out := tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
+    for _ in range(2):
+        capsys.readouterr()
+        train(*resume(out))
+        assert capsys.readouterr().err == f"train.py: {out}/metrics.jsonl has 6 lines up to step 24 of 8\n"
+
+
+def test_files_of_others_stay(corpus, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("thesis.tmp", "ckpt.pt.tmp"):
+        (out / name).write_text("x")
+    train(*flags(out, corpus, **SHORT))
+    assert [p.name for p in out.glob("*.tmp")] == ["thesis.tmp"]
+
+
+def test_a_folder_made_again_under_a_run_is_not_written(corpus, tmp_path, monkeypatch, capsys):
+    """It may be another run's by then, which holds a lock of its own."""
+    step, steps = torch.optim.AdamW.step, []
+
+    def remaking(*args, **more):
+        steps.append(0)
+        if len(steps) == 12:
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").mkdir()
+        step(*args, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", remaking)
+    assert "was removed and made again" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    assert not list((tmp_path / "run").iterdir()) and len(steps) == 15
+
+
+@pytest.mark.parametrize(
+    "signals, status", [((signal.SIGTERM,) * 3, 143), ((signal.SIGTERM, signal.SIGINT), -2), ((signal.SIGINT,) * 2, -2)]
+)
+def test_a_second_signal(corpus, tmp_path, signals, status):
+    """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
+    out, code = tmp_path / "run", f"import os, signal, torch; step, steps = torch.optim.AdamW.step, []\n"  # noqa: F541
+    code += f"""
+def signalling(*args, **more):
+    steps.append(0)
+    for s in {tuple(map(int, signals))} if len(steps) == 7 else ():
+        os.kill(os.getpid(), s)
+    step(*args, **more)
+torch.optim.AdamW.step = signalling
+import runpy, sys
+sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    (tmp_path / "signalling.py").write_text(code)
+    process = launch(*flags(out, corpus, **SHORT), script=tmp_path / "signalling.py", stdout=-1, stderr=-2)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == status, said
+    assert final(out)["progress"]["iter"] == (7 if status == 143 else 5)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_path, monkeypatch, capsys, split):
+    shutil.copytree(corpus, there := tmp_path / "corpus")
+    train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
+    tokens = np.fromfile(there / f"{split}.bin", "<u2")
+    tokens[:2] = tokens[1::-1]
+    tokens.tofile(there / f"{split}.bin")
+    assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "abc"}])
+def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, told):
+    """An environment that names a rank where no torchrun started one: training as rank 1 would write nothing."""
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert "start with torchrun, or unset" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "start with torchrun, or unset" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_at_once_leaves_nothing(short, corpus, tmp_path, capsys):
+    """So that what its line advises works."""
+    out = tmp_path / "run"
+    assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **{**SHORT, "batch_size": 1 << 40}))
+    assert not list(out.iterdir())
+    train(*flags(out, corpus, **SHORT))
+    assert_same_run(short, out)
+
+
+def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, capsys):
+    out = tmp_path / "run"
+    dead = launch(*flags(out, corpus, **SHORT), fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL
+    capsys.readouterr()
+    train(*resume(out), "--dtype=float64")
+    assert "going on with dtype float64 in place of float32: what follows is the same run to rounding only" in capsys.readouterr().err
+    (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
+    assert again["iter"] == 15 and again["versions"]["dtype"] == "float64"
+
+
+def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
+    process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
+                     stdout=-1, stderr=-1)  # fmt: skip
+    said, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and r"\xe9" in said and "Traceback" not in error

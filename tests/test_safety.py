@@ -67,6 +67,27 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
 
 
+@pytest.mark.parametrize("way", ["flag", "checkpoint"])
+def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
+    """A corpus prepares itself only if it is one of this checkout's: a checkpoint, too, names its corpus."""
+    run, marker = tmp_path / "run", tmp_path / "ran"
+    run.mkdir()
+    (run / "prepare.py").write_text(f"open({str(marker)!r}, 'w')")
+    names = [str(run), os.path.relpath(run, ROOT / "data"), f"stdlib/../{os.path.relpath(run, ROOT / 'data')}"]
+    for name in names:
+        if way == "checkpoint":
+            settings = Config(out_dir=str(run), dataset=name)
+            settings.resolve()
+            file = tiny(dtype=torch.float32).to_file({})
+            progress = {"iter": 0, "run_id": "", "totals": torch.zeros(3), "val": {}}
+            torch.save({**file, "optimizer": {"state": {}}, "run": vars(settings), "progress": progress}, run / "ckpt.pt")
+            train("--init_from=resume", f"--out_dir={run}", expect=2)
+        else:
+            train(f"--dataset={name}", f"--out_dir={tmp_path / 'out'}", expect=2)
+        said = capsys.readouterr().err
+        assert "no corpus" in said and said.count("\n") == 1 and not marker.exists()
+
+
 # ---------------------------------------------------------------------------------------------------------
 # config files are code
 

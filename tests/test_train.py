@@ -324,8 +324,8 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
 
 
 def test_a_temporary_file_that_cannot_go_is_one_line(corpus, tmp_path, capsys):
-    (tmp_path / "run/x.tmp").mkdir(parents=True)
-    assert "x.tmp" in refused(capsys, *flags(tmp_path / "run", corpus))
+    (tmp_path / "run/ckpt.pt.tmp").mkdir(parents=True)
+    assert "ckpt.pt.tmp" in refused(capsys, *flags(tmp_path / "run", corpus))
 
 
 def test_out_of_memory_is_one_line(corpus, tmp_path, capsys):
