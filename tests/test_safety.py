@@ -230,12 +230,13 @@ def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):
     assert done.stdout.endswith("\nno wandb\n")
 
 
-def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus):
+@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.slow)])
+def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus, mode):
     pytest.importorskip("wandb")
-    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="offline")
+    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode=mode)
     assert done.returncode == 0, done.stderr
     assert not heard
-    assert done.stdout.endswith("\nwandb\n") and list((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert done.stdout.endswith("\nwandb\n") and bool(list((tmp_path / "run").glob("wandb/offline-run-*"))) == (mode == "offline")
 
 
 @pytest.mark.slow
