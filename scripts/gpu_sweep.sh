@@ -20,5 +20,6 @@ else
         --variants=baseline,internal,internal_aux,final,all,all_aux,coupled,layernorm,cbwc,dyt,derf --seed=1,2,3,4,5,6"
 fi
 # shellcheck disable=SC2086  # the flags are words
-python scripts/sweep.py config/taper_1m.py --out="$runs" --jobs="${JOBS:-4}" $flags
-python scripts/report.py "$runs" --out="$out"
+python scripts/sweep.py config/taper_1m.py --out="$runs" --jobs="${JOBS:-4}" $flags || failed=$?
+python scripts/report.py "$runs" --out="$out"  # of what is finished, whatever failed
+exit "${failed:-0}"
