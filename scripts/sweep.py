@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ROOT, BadInput, Config, Count, atomic_write, commit, hold_folder, one_line_errors, parse
 from model import ModelError
-from scripts.runs import AUX_WEIGHT, READ_BY, VARIANTS, Run, identity, look, model_config, recorded, tail
+from scripts.runs import AUX_WEIGHT, READ_BY, VARIANTS, Run, finite, identity, look, model_config, recorded, tail
 
 POLL_S, LINE_S = 0.5, 60  # seconds between looks at the runs, and between lines where stderr is no terminal
 
@@ -118,7 +117,7 @@ def outcome(run: Run, code: int) -> str:
     """What became of a run whose process has ended."""
     end = run.seen()
     if code == 0:
-        return f"finished, val/loss {end.get('val/loss') or float('nan'):.4f}"
+        return f"finished, val/loss {loss if finite(loss := end.get('val/loss')) else float('nan'):.4f}"
     log = f"{run.folder}.log"
     said = next((line.strip() for line in reversed(tail(log)) if line.strip()), "it said nothing")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
@@ -176,9 +175,13 @@ def run_all(runs: list[Run], k: Sweep, threads: int) -> list[Run]:
 
 def write_record(k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[Run]):
     """Add this grid to OUT/sweep.json: a list, for a folder may hold several."""
-    path, record = Path(k.out) / "sweep.json", []
-    with suppress(OSError, ValueError):
-        record = json.loads(path.read_text())
+    path = Path(k.out) / "sweep.json"
+    try:
+        record = json.loads(path.read_bytes()) if path.exists() else []
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, list):
+        raise BadInput(f"{path} is damaged: no list of grids; move it away, or name another --out")
     new = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), "files": files, "variants": k.variants and list(k.variants)}
     new |= {"grid": axes, "runs": {r.name: r.settings | {"out_dir": str(r.folder)} for r in runs}}
     with atomic_write(path, "w") as f:

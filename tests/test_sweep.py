@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import Config, hold_folder, parse
 from data import prepare
+from model import FORMAT
 from scripts import runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +26,7 @@ TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_s
 
 # Writes what train.py writes, takes .05 s a step after the first, and fails with seed 13.
 STAND_IN = """
-import json, os, signal, sys, time
+import json, os, shutil, signal, sys, time
 from dataclasses import asdict
 from pathlib import Path
 sys.path.insert(0, {root!r})
@@ -48,7 +50,7 @@ with one_line_errors(), hold_folder(cfg.out_dir) as out:
             sys.exit(3)
         time.sleep(0.05 * (step < cfg.max_iters))
     for name in ("model.pt", "unfused.pt", "folded.pt"):
-        (out / name).touch()
+        shutil.copy(Path(__file__).parent / "export.pt", out / name)
 """
 
 
@@ -58,6 +60,8 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     (tmp_path / "root").mkdir()
     path = tmp_path / "root/train.py"
     path.write_text(STAND_IN.format(root=str(ROOT)))
+    file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
+    torch.save(file, path.parent / "export.pt")
     monkeypatch.setattr(sweep, "ROOT", path.parent)
     monkeypatch.setattr(sweep, "POLL_S", 0.02)
     return path
@@ -234,6 +238,68 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
     assert "internal is running elsewhere" in said.err and "all holds a run of other settings (another version's)" in said.err
     assert "final finished" in said.err and "1 of 4" in said.out
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("end", ["[]", "null", "3", '{"iter": NaN}', "{", "\\xff"])
+def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
+    argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, *argv) == 0
+    metrics = tmp_path / "out/baseline/metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + end + "\n")
+    capsys.readouterr()
+    assert run_sweep(monkeypatch, *argv) == 1
+    said = capsys.readouterr()
+    assert "baseline has a log that cannot be gone on with: metrics.jsonl:3 is damaged" in said.err and "Traceback" not in said.err
+    assert "1 of 2" in said.out and metrics.read_text() == whole + end + "\n"
+    metrics.write_text(whole + end)  # what a kill cuts, train.py drops
+    assert runs.look(runs_of(*TINY, "--max_iters=2", variants=("baseline",), out=str(tmp_path / "out"))["baseline"])[0] == "resume"
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{", ""])
+def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monkeypatch, capsys):
+    argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, *argv) == 0
+    (tmp_path / "out/baseline/config.json").write_text(text)
+    assert run_sweep(monkeypatch, *argv) == 0  # the checkpoint knows the settings
+    assert lines(tmp_path / "out/baseline")[-1]["resumed"]
+    (tmp_path / "out/baseline/config.json").write_text(text)
+    (tmp_path / "out/baseline/ckpt.pt").unlink()
+    capsys.readouterr()
+    assert run_sweep(monkeypatch, *argv) == 1 and "has no ckpt.pt to go on with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["7", "{}", "null", "[", ""])
+def test_a_record_that_is_none_is_refused(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sweep.json").write_text(text)
+    assert run_sweep(monkeypatch, *TINY, "--dataset=/", f"--out={tmp_path}") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "sweep.json is damaged" in error and (tmp_path / "sweep.json").read_text() == text
+
+
+def test_an_export_that_is_cut_is_written_again(stand_in, tmp_path, monkeypatch):
+    argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, *argv) == 0
+    export = tmp_path / "out/baseline/model.pt"
+    for size in (0, 100):
+        whole = export.read_bytes()
+        export.write_bytes(whole[:size])
+        assert run_sweep(monkeypatch, *argv) == 0 and export.read_bytes() == whole
+
+
+def test_a_value_that_is_no_number_is_told_as_nan(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iter": 2, "val/loss": "low"}\n{"iter": "x"}\n[]\n')
+    run = runs.Run("", tmp_path, [], {})
+    assert sweep.outcome(run, 0) == "finished, val/loss nan" and run.steps == 2
+
+
+def test_a_failed_run_does_not_keep_gpu_sweep_from_its_report(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1" >> "$SAID"\ncase "$1" in *sweep.py) exit 3;; esac\n')
+    python.chmod(0o755)
+    env = os.environ | {"TRY": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
+    run = subprocess.run(["bash", "scripts/gpu_sweep.sh", str(tmp_path)], cwd=ROOT, env=env)
+    assert run.returncode == 3 and (tmp_path / "said").read_text() == "scripts/sweep.py\nscripts/report.py\n"
 
 
 def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
