@@ -366,16 +366,19 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
              "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps; alike in kind.", "",
              f"The figures: {chosen:,} steps, seeds {', '.join(map(str, seeds))}. A line is the mean over seeds, a band their 2.5 to 97.5 "
              "percentiles, interpolated between the runs (of three seeds nearly the range). Running mean over a fiftieth of the run. "
-             "Axes are fitted to what follows the first twentieth of it; spikes leave the frame.", ""]  # fmt: skip
-    specs = [(title, "train/ce", "nats per token", less) for title, less in (("Training loss", False), ("less the baseline's", True))]
+             "Axes are fitted to what follows the first twentieth of it, or to the part shown; spikes leave the frame, and so do dyt and "
+             "derf where they are far from the others.", ""]  # fmt: skip
+    specs = [("Training loss, the last half", "train/ce", "nats per token", False, 0.5),
+             ("less the baseline's", "train/ce", "nats per token", True, 0)]  # fmt: skip
     others = any(rows[v] for v in OTHERS[1:])
     for family, which in ((TAPERS, "tapers"), (OTHERS, "others"))[: 1 + others]:
         text += ["### Training loss" + (" (TaperNorm's Figure 2)" if which == "tapers" else ", other norms"), "",
                  figures.panels(f"loss_{which}{tag}", specs, rows, family), ""]  # fmt: skip
-    specs = [("Norm of the logits", "logits/l2", "mean l2 norm", False), ("Scale of the last stream", "s/mean", "mean s(h)", False)]
+    specs = [("Norm of the logits", "logits/l2", "mean l2 norm", False, 0),
+             ("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)", False, 0)]  # fmt: skip
     text += ["### Logit norm (TaperNorm's Figure 3)", "", figures.panels(f"logits{tag}", specs, rows, TAPERS), ""]
     kinds = ("qkv", "proj", "gate_up", "down", "emb", "norm")
-    specs = [(kind, f"grad/{kind}", "gradient norm" if i % 3 == 0 else "", False) for i, kind in enumerate(kinds)]
+    specs = [(kind, f"grad/{kind}", "gradient norm" if i % 3 == 0 else "", False, 0) for i, kind in enumerate(kinds)]
     text += ["### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)", "",
              figures.panels(f"gradients{tag}", specs, rows, TAPERS, 3, 4.6), ""]  # fmt: skip
     if v := next((v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]), None):
