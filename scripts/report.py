@@ -3,18 +3,17 @@
     python scripts/report.py out/small --out=results/tinystories_small
     python scripts/report.py out/small out/lambda out/steps --out=results/tinystories_small
 
-Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, unfinished, of another
-version, not finite, a second copy) is named in the report with the reason, and is in no number. Runs that differ in
-anything but the variant and the seed are never averaged: sizes and lengths get tables of their own, lambda and the gate
-schedule a study each. Needs matplotlib.
+Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, damaged, unfinished, of
+another version, not finite, a second copy) is named in the report with the reason, and is in no number. Runs that differ in
+anything but the variant and the seed are never averaged: sizes, corpora, devices, versions of torch and lengths get tables
+of their own, lambda and the gate schedule a study each. Runs of other commits are named. Needs matplotlib.
 """
 
-import json
 import math
 import shlex
 import sys
-from collections import defaultdict
-from dataclasses import asdict, dataclass, fields
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ROOT, BadInput, Config, Count, atomic_write, one_line_errors, parse
 from data import open_corpus
-from model import ModelError, Transformer, exports
+from model import ModelError, Transformer
 from scripts.figures import Figures
-from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, identity, model_config, tail
+from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, Unusable, read_run, tail
 
 TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
@@ -35,7 +34,7 @@ OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 # version; that of internal_aux as a public summary of it says. What no public source says has none.
 PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
 
-SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device"} | NOT_THE_RUN  # no point of comparison of their own
+SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile"} | NOT_THE_RUN  # no point of comparison
 
 
 @dataclass
@@ -73,10 +72,6 @@ class Run:
 # --- runs
 
 
-class LeftOut(Exception):
-    """Why a run is in no number."""
-
-
 def variant_of(s: dict) -> str:
     """Its name in VARIANTS, else one made of its knobs."""
     kind = (s["norm"], s["taper"], s["aux_weight"] > 0)
@@ -92,38 +87,18 @@ def point_of(head: dict) -> dict:
     point = {k: None if v == follows.get(k, math.nan) else v for k, v in s.items() if k not in SKIP}
     point = {k: v for k, v in point.items() if READ_BY.get(k, lambda c: True)(read)}
     point |= {"aux_weight": s["aux_weight"]} if s["aux_weight"] else {}
-    return point | {"corpus": head["corpus"]["tokenizer_sha256"][:8], "device": head["versions"]["device"]}
+    corpus = "{tokenizer_sha256:.8}, {train_tokens:,} + {val_tokens:,} tokens".format(**head["corpus"])
+    return point | {"corpus": corpus, "device": head["versions"]["device"], "torch": head["versions"]["torch"]}
 
 
 def load(folder: Path) -> Run:
-    """The run in a folder. Raises: LeftOut."""
+    """The run in a folder. Raises: Unusable."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
-    except (OSError, UnicodeDecodeError):
-        raise LeftOut("no metrics.jsonl that can be read") from None
-    try:
-        head, *lines = [json.loads(line) for line in text.splitlines()]
-    except ValueError:
-        raise LeftOut("half-written: metrics.jsonl has a line that is cut, or none") from None
-    try:
-        s = head["settings"]
-        if set(s) != {f.name for f in fields(Config)}:
-            raise KeyError("settings")
-        run = Run(folder, variant_of(s), s, point_of(head), head, lines)
-        model = model_config(s)
-        last, end = (lines[-1] if lines else {"iter": 0}), s["max_iters"]
-        if last["iter"] < end:
-            said = [line for line in tail(f"{folder}.log") if "non-finite" in line][-1:]  # what the sweep kept of it
-            raise LeftOut(f"unfinished: {last['iter']} of {end} steps" + "".join(f" ({line.strip()})" for line in said))
-        if missing := [name for name in exports(model) if not (folder / name).exists()]:
-            raise LeftOut(f"unfinished: no {missing[0]}")
-        if None in (last["val/loss"], last["val/bpb"]):
-            raise LeftOut("val/loss is not finite")
-        if bad := [x["iter"] for x in lines if x.get("train/loss", 0) is None]:
-            raise LeftOut(f"train/loss is not finite at step {bad[0]}")
-    except (KeyError, TypeError, ModelError) as e:
-        raise LeftOut(f"written by another version ({type(e).__name__}: {e})") from None
-    return run
+        head, lines = read_run(folder)
+    except Unusable as e:
+        said = [line for line in tail(f"{folder}.log") if "non-finite" in line][-1:]  # what the sweep kept of it
+        raise Unusable(str(e) + "".join(f" ({line.strip()})" for line in said)) from None
+    return Run(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
 
 
 def collect(paths: list[str]) -> tuple[list[Run], dict[str, str]]:
@@ -136,12 +111,12 @@ def collect(paths: list[str]) -> tuple[list[Run], dict[str, str]]:
         for folder in [path] if itself else sorted(p for p in path.iterdir() if p.is_dir()):
             try:
                 run = load(folder)
-                key = (identity({**run.settings, "dataset": None}), run.point["corpus"], run.point["device"])
+                key = (run.variant, run.seed, repr(run.point))
                 if key in seen:
-                    raise LeftOut(f"the same settings as {seen[key]}")
+                    raise Unusable(f"the same settings as {seen[key]}")
                 seen[key] = folder
                 runs.append(run)
-            except LeftOut as e:
+            except Unusable as e:
                 left_out[str(folder)] = str(e)
     if not runs:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
@@ -200,9 +175,9 @@ def paired(runs: list[Run], base: list[Run]) -> list[float]:
     return [100 * (r.loss / of[r.seed] - 1) for r in runs if r.seed in of]
 
 
-def stream_rms(run: Run, tokens: int) -> np.ndarray | str:
-    """(3, layers): RMS of the residual stream before attention, before the MLP, and their ratio, means over validation tokens at
-    gate 0, from the last checkpoint. A str says why there is none."""
+def stream_rms(run: Run, tokens: int) -> tuple[np.ndarray, int] | str:
+    """((3, layers), tokens used): RMS of the residual stream before attention, before the MLP, and their ratio, means over validation
+    tokens at gate 0, from the last checkpoint. A str says why there is none."""
     folder = ROOT / "data" / run.settings["dataset"]
     path = next((p for n in ("ckpt.pt", "unfused.pt", "model.pt") if (p := run.folder / n).exists()), run.folder / "ckpt.pt")
     try:
@@ -228,7 +203,7 @@ def stream_rms(run: Run, tokens: int) -> np.ndarray | str:
         block.attn.proj.register_forward_hook(after_attention)
     with torch.no_grad():
         model(idx, last_only=True)
-    return np.array(found).T
+    return np.array(found).T, idx.numel()
 
 
 # --- the report
@@ -271,61 +246,86 @@ def equality_table(rows: dict[str, list[Run]]) -> str:
     return markdown(head, table).replace("+nan", "-").replace("nan", "-")
 
 
+def seeds_text(runs: list[Run]) -> str:
+    return ", ".join(str(seed) for seed in sorted({r.seed for r in runs})) or "-"
+
+
+def over_common_seeds(points: dict, what: str, notes: list[str]) -> dict:
+    """{x: runs} of a curve, over the seeds that all its points have; with a note as it is where there is no such seed."""
+    common = set.intersection(*({r.seed for r in runs} for runs in points.values())) if points else set()
+    if points and not common:
+        notes.append(f"{what}: no seed is common to all points; each is over the seeds named beside it.")
+    return {x: [r for r in runs if r.seed in common or not common] for x, runs in points.items()}
+
+
 def knobs_text(point: dict, knobs) -> str:
     return ", ".join(f"{k} {point[k]}" for k in knobs if point.get(k) is not None)
 
 
 def lambda_study(figures: Figures, name: str, group: list[Run], options: list[str], base: list[Run]) -> list[str]:
     """Loss, drift of s and logit norm over lambda; lambda 0 is the variant without the anchor."""
-    table, loss, drift, logits = [], {}, {}, {}
+    table, notes, loss, drift, logits, drawn = [], [], {}, {}, {}, set()
     for variant in ("internal_aux", "all_aux"):
-        for (weight,), runs in split([r for r in group if r.variant in (variant, variant.removesuffix("_aux"))], ["aux_weight"]).items():
-            runs = main_rows(runs, [k for k in options if k != "aux_weight"])[variant if weight else variant.removesuffix("_aux")]
+        points, plain = {}, variant.removesuffix("_aux")
+        for (weight,), runs in split([r for r in group if r.variant in (variant, plain)], ["aux_weight"]).items():
+            points[weight or 0] = main_rows(runs, [k for k in options if k != "aux_weight"])[variant if weight else plain]
+        for weight, runs in over_common_seeds(points, variant, notes).items():
             ends = [r.lines[-1] for r in runs]
             s, l2 = [e["s/mean"] for e in ends], [e["logits/l2"] for e in ends]
             off = [100 * (e["s/mean"] / e["s/target"] - 1) for e in ends if weight]
             target = spread([e["s/target"] for e in ends if weight])
             cells = [spread([r.loss for r in runs]), gap_cells(runs, base)[1], spread(s), target, spread(off, 1, "+"), spread(l2, 1)]
-            table.append([variant, weight or 0, len(runs), *cells])
+            table.append([variant, weight, len(runs), seeds_text(runs), *cells])
+            drawn |= {r.seed for r in runs}
             if weight:
                 for curves, values in ((loss, [r.loss for r in runs]), (drift, off), (logits, l2)):
                     curves.setdefault(variant, []).append((weight, values))
-    level = np.mean([r.loss for r in base]) if base else None
+    beside = [r for r in base if r.seed in drawn] or base
+    level = np.mean([r.loss for r in beside]) if base else None
     picture = figures.study(name, "lambda (aux_weight)", [("val/loss, nats/token", loss, level), ("s off its target, %", drift, 0),
                                                           ("logits/l2", logits, None)])  # fmt: skip
-    head = ["variant", "lambda", "n", "val/loss", "gap by pairs, % (pairs)", "s/mean", "s/target", "s off target, %", "logits/l2"]
-    note = "At the last step. Points: means over seeds; bars: 2.5 to 97.5 percentiles; dotted: the baseline's loss, and no drift."
-    return [markdown(head, table), "", picture, "", note, ""]
+    head = ["variant", "lambda", "n", "seeds", "val/loss", "gap by pairs, % (pairs)", "s/mean", "s/target", "s off target, %", "logits/l2"]
+    note = ("At the last step, over the seeds that all points of a variant have. Points: means; bars: 2.5 to 97.5 percentiles; dotted: "
+            f"the baseline's loss (seeds {seeds_text(beside)}), and no drift.")  # fmt: skip
+    return [markdown(head, table), "", picture, "", " ".join([note, *notes]), ""]
 
 
 def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[str], base: list[Run]) -> list[str]:
     """The variants' own knobs that vary, each combination a row; drawn over the gate's, if it is among them."""
     over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
-    table, curves = [], defaultdict(list)
+    table, notes, curves = [], [], defaultdict(list)
     for (variant, weight), runs in grouped(group, lambda r: (r.variant, r.settings["aux_weight"])).items():
-        points = grouped(runs, lambda r: tuple(r.settings[k] for k in knobs)) if any(k in runs[0].point for k in knobs) else {}
-        for values, same in points.items() if len(points) > 1 else ():
-            table.append([variant, *values, weight, len(same), spread([r.loss for r in same]), *gap_cells(same, base)])
-            others = [f"{k} {v}" for k, v in zip(knobs, values, strict=True) if k != over]
-            if over and (gaps := paired(same, base)):
-                name_of = ", ".join([variant] + [f"lambda {weight:g}"] * (weight > 0) + others)
-                curves[name_of].append((same[0].settings[over], gaps))
-    head = ["variant", *knobs, "lambda", "n", "val/loss", "gap, %", "gap by pairs, % (pairs)"]
-    panel = ("gap to baseline, %", {label: sorted(points) for label, points in curves.items()}, 0)
+        if len({tuple(r.settings[k] for k in knobs) for r in runs if any(k in r.point for k in knobs)}) < 2:
+            continue
+        for others, same in grouped(runs, lambda r: tuple(r.settings[k] for k in knobs if k != over)).items():
+            said = [f"{k} {v}" for k, v in zip([k for k in knobs if k != over], others, strict=True)]
+            name_of = ", ".join([variant] + [f"lambda {weight:g}"] * (weight > 0) + said)
+            points = over_common_seeds(grouped(same, lambda r: (r.settings.get(over),)), name_of, notes)
+            for (x,), here in points.items():
+                cells = [len(here), seeds_text(here), spread([r.loss for r in here]), *gap_cells(here, base)]
+                table.append([variant, *(here[0].settings[k] for k in knobs), weight, *cells])
+                if over and (gaps := paired(here, base)):
+                    curves[name_of].append((x, gaps))
+    head = ["variant", *knobs, "lambda", "n", "seeds", "val/loss", "gap, %", "gap by pairs, % (pairs)"]
+    panel = ("gap to baseline, %", dict(curves), 0)
     picture = figures.study(name, f"{over}, optimizer step", [panel], log=False) if curves else ""
-    return [markdown(head, table), "", picture, ""]
+    return [markdown(head, table), "", picture, "", *notes, ""]
 
 
 def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, list[Run]]]) -> list[str]:
     """The gap over the length of training."""
-    table, curves = [], defaultdict(list)
+    table, notes, curves = [], [], defaultdict(list)
     for v in dict.fromkeys(v for rows in rows_at.values() for v in rows):
-        table.append([v, *(gap_cells(rows.get(v, []), rows["baseline"])[1] for rows in rows_at.values())])
-        for steps, rows in rows_at.items():
-            if v != "baseline" and (gaps := paired(rows.get(v, []), rows["baseline"])):
-                curves[v].append((steps, gaps))
-    head = ["gap by pairs, % (pairs)", *(f"{steps:,} steps" for steps in rows_at)]
-    text = ["### The gap against the length of training", "", markdown(head, table), ""]
+        known = {steps: {r.seed for r in rows["baseline"]} for steps, rows in rows_at.items()}
+        pairs = {steps: [r for r in rows.get(v, []) if r.seed in known[steps]] for steps, rows in rows_at.items()}
+        points = over_common_seeds({steps: runs for steps, runs in pairs.items() if runs}, v, notes)
+        seeds = " / ".join(dict.fromkeys(seeds_text(runs) for runs in points.values())) or "-"
+        table.append([v, seeds, *(gap_cells(points.get(steps, []), rows["baseline"])[1] for steps, rows in rows_at.items())])
+        for steps, runs in points.items() if v != "baseline" else ():
+            curves[v].append((steps, paired(runs, rows_at[steps]["baseline"])))
+    head = ["gap by pairs, % (pairs)", "seeds", *(f"{steps:,} steps" for steps in rows_at)]
+    text = ["### The gap against the length of training", "", markdown(head, table), "",
+            " ".join(["Each row is over the seeds that all its lengths have in pairs.", *notes]), ""]  # fmt: skip
     for which, family in (("tapers", TAPERS), ("others", OTHERS)):
         if shown := {v: curves[v] for v in family if len(curves[v]) > 1}:
             text += [figures.study(f"{name}_{which}", "optimizer steps of the whole run", [("gap to baseline, %", shown, 0)]), ""]
@@ -334,20 +334,22 @@ def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, list[R
 
 def residual_study(figures: Figures, name: str, rows: dict[str, list[Run]], tokens: int) -> tuple[list[str], dict[str, str]]:
     """(markdown, {variant: alpha})."""
-    measured, reasons, alphas = {}, {}, {}
+    measured, reasons, alphas, used = {}, {}, {}, set()
     for v, runs in rows.items():
         found = [stream_rms(r, tokens) for r in runs]
         reasons |= {f"{r.folder}": f for r, f in zip(runs, found, strict=True) if isinstance(f, str)}
         if arrays := [f for f in found if not isinstance(f, str)]:
-            measured[v] = np.array(arrays)
+            measured[v] = np.array([values for values, _ in arrays])
+            used |= {count for _, count in arrays}
             alphas[v] = spread(measured[v][:, 2].mean(1), 3)
     text = ["### The residual stream (CoupledNorm's Figure 3)", ""]
     if measured:
         table = [[v, len(values), alphas[v], *(f"{a:.3f}" for a in values[:, 2].mean(0))] for v, values in measured.items()]
         layers = range(max(len(row) for row in table) - 3)
+        counts = " or ".join(f"{count:,}" for count in sorted(used))
         text += [markdown(["variant", "n", "mean alpha", *(f"block {i}" for i in layers)], table), "",
-                 f"alpha: RMS of a token's stream before the MLP over that before attention; mean over {tokens:,} validation tokens.",
-                 "", figures.residual(name, measured), ""]  # fmt: skip
+                 f"alpha: RMS of a token's stream before the MLP over that before attention; mean over the first "
+                 f"{counts} validation tokens.", "", figures.residual(name, measured), ""]  # fmt: skip
     return text + [f"Left out, {folder}: {why}" for folder, why in reasons.items()], alphas
 
 
@@ -409,17 +411,25 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
 def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> list[str]:
     """What the numbers are made of."""
     heads, lambdas = [r.head for r in runs], sorted({r.settings["aux_weight"] for r in runs} - {0})
-    shared = {n: v for n, v in runs[0].settings.items() if n not in SKIP | set(differ) and all(r.settings[n] == v for r in runs)}
-    versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in heads[0]["versions"]}
-    corpora = {h["corpus"]["tokenizer_sha256"]: h["corpus"] for h in heads}
+    compiled = "; ".join(f"{c}, {n} runs" for c, n in Counter(r.settings["compile"] for r in runs).items())
+    shown = [n for n in runs[0].settings if n not in (SKIP - {"compile"}) | set(differ)]
+    shared = {n: runs[0].settings[n] for n in shown if all(r.settings[n] == runs[0].settings[n] for r in runs)}
+    names = dict.fromkeys(n for h in heads for n in h["versions"] if n != "commit")
+    versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in names}
+    corpora = ("{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, tokenizer sha256 "
+               "{tokenizer_sha256:.12}".format(**h["corpus"]) for h in heads)  # fmt: skip
+    commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
+    strays = [f"{r.folder} ({c[:12]})" for r in runs if (c := str(r.head["versions"]["commit"])) != commits[0][0]]
     text = ["# Report", "", "    " + shlex.join(["python", *sys.argv]), "",
-            *(f"- Corpus: {c['source']}; {c['train_tokens']:,} tokens for training, {c['val_tokens']:,} held out, vocabulary "
-              f"{c['vocab_size']:,}, tokenizer sha256 {sha[:12]}" for sha, c in corpora.items()),
+            *(f"- Corpus: {corpus}" for corpus in dict.fromkeys(corpora)),
             f"- Shared settings: {', '.join(f'{n}={v}' for n, v in shared.items())}",
             f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
             f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
-            f"- Parameters: {', '.join(sorted({format(h['parameters'], ',') for h in heads}))}",
+            f"- Parameters: {', '.join(format(n, ',') for n in sorted({h['parameters'] for h in heads}))}",
             f"- Versions: {'; '.join(f'{n} {v}' for n, v in versions.items())}",
+            f"- Commits: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
+            *[f"- Of other commits: {', '.join(strays)}"] * bool(strays),
+            *[f"- compile: {compiled} (None: on a GPU yes, on a CPU no)"] * ("compile" not in shared),
             f"- Runs used: {len(runs)}; left out: {len(left_out)}"]  # fmt: skip
     return text + [f"  - {folder}: {why}" for folder, why in left_out.items()] + [""]
 

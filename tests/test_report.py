@@ -6,6 +6,7 @@ The runs here are written by hand, with curves that are known.
 import csv
 import json
 import math
+import re
 import runpy
 import sys
 from dataclasses import asdict
@@ -17,8 +18,9 @@ import torch
 
 from config import Config
 from data import prepare
-from model import ModelConfig, exports
+from model import FORMAT, ModelConfig, exports
 from scripts import report
+from scripts.figures import NORM_FREE, Figures, smooth
 from scripts.runs import VARIANTS
 from tests.conftest import VARIANTS as MODELS
 from tests.conftest import tiny
@@ -27,15 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LOSS = {v: 3 + 0.03 * i for i, v in enumerate(VARIANTS)}  # of seed 0; seed s adds s / 10 to it
 
 
-def write_run(folder: Path, variant: str, seed: int, steps: int = 400, **knobs) -> Path:
+def write_run(
+    folder: Path, variant: str, seed: int, steps: int = 400, corpus: dict | None = None, versions: dict | None = None, **knobs
+) -> Path:
     """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 unless lambda pulls."""
     norm, taper, anchored = VARIANTS[variant]
     knobs = {"aux_weight": 0.1 if anchored else 0.0, "dataset": "nowhere", "n_layer": 2, **knobs}
     cfg = Config(norm=norm, taper=taper, seed=seed, max_iters=steps, **knobs).resolve()
-    corpus = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "train_tokens": 1000, "val_tokens": 100, "vocab_size": 400}
-    versions = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
+    text = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "train_tokens": 1000, "val_tokens": 100, "vocab_size": 400}
+    code = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
     kinds = ("total", "qkv", "proj", "gate_up", "down", "emb", "norm")
-    lines = [{"settings": asdict(cfg), "versions": versions, "corpus": corpus, "parameters": 1234}]
+    lines = [{"settings": asdict(cfg), "versions": code | (versions or {}), "corpus": text | (corpus or {}), "parameters": 1234}]
     loss = LOSS[variant] + seed / 10 + 0.01 * cfg.aux_weight
     for k in range(10, steps + 1, 10):
         t = k / steps
@@ -44,14 +48,22 @@ def write_run(folder: Path, variant: str, seed: int, steps: int = 400, **knobs) 
                 "perf/tok_s": 1000.0 + k, **{f"grad/{n}": 0.1 + t for n in kinds}}  # fmt: skip
         line |= {"s/target": 0.2} if anchored else {}
         if taper != "none":
-            line |= {"gate": 1 - t} | {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for i in range(2) for kind in ("attn", "mlp")}
+            line |= {"gate": 1 - t, "taper/c.final": 5.0}
+            line |= {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for i in range(cfg.n_layer) for kind in ("attn", "mlp")}
         lines.append(line)
     lines[-1] |= {"val/loss": loss, "val/bpb": loss / 2}
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in exports(ModelConfig(**{k: v for k, v in asdict(cfg).items() if k in asdict(ModelConfig()) and v is not None})):
-        (folder / name).touch()
+        file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
+        torch.save(file, folder / name)
     return folder
+
+
+def points_of(out: Path, *key) -> list[dict]:
+    """The rows of curves.csv that begin with figure, panel, curve as in `key`."""
+    rows = csv.DictReader((out / "curves.csv").open())
+    return [r for r in rows if tuple(r[c] for c in ("figure", "panel", "curve"))[: len(key)] == key]
 
 
 def make(out: Path, *paths) -> str:
@@ -103,23 +115,86 @@ def test_every_figure_and_every_number_behind_it_is_written(small):
     shown = [line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")]
     assert {"loss_tapers", "loss_others", "logits", "gradients", "calibration"} <= set(shown)
     assert all((out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in shown)
-    points = list(csv.DictReader((out / "curves.csv").open()))
-    logits = {p["curve"]: p for p in points if p["figure"] == "logits" and p["x"] == "200"}
-    assert all(float(p["low"]) <= float(p["mean"]) + 1e-9 <= float(p["high"]) + 2e-9 for p in logits.values())
-    assert logits["internal"]["n"] == "1" and logits["all"]["n"] == "3"
+    points = points_of(out)
+    assert {p["figure"] for p in points} == set(shown)
+    assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
+    assert all(float(p["low"]) <= float(p["mean"]) + 1e-9 <= float(p["high"]) + 2e-9 for p in points)
+    for panel, series in (("Norm of the logits", lambda t: 100 + 60 * t), ("Scale of the last stream", lambda t: 0.2 * (1 + t))):
+        at = {int(p["x"]) / 400: p for p in points_of(out, "logits", panel, "all")}
+        assert len(at) == 40 and all(float(p["mean"]) == pytest.approx(series(t), rel=1e-4) for t, p in at.items())
+        assert {p["n"] for p in at.values()} == {"3"} and {p["n"] for p in points_of(out, "logits", panel, "internal")} == {"1"}
+    assert float(points_of(out, "logits", "Norm of the logits", "baseline")[-1]["mean"]) == 100
+    for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm"):
+        assert float(points_of(out, "gradients", kind, "baseline")[-1]["mean"]) == pytest.approx(1.1)
     assert len(list(csv.DictReader((out / "runs.csv").open()))) == 28
 
 
 def test_bands_are_percentiles_and_differences_are_paired(small):
-    points = [
-        p
-        for p in csv.DictReader((small[1] / "curves.csv").open())
-        if p["figure"] == "loss_tapers" and p["curve"] == "all" and p["x"] == "400"
-    ]
-    absolute, relative = points
+    absolute, relative = (p for p in points_of(small[1], "loss_tapers") if p["curve"] == "all" and p["x"] == "400")
     assert float(absolute["high"]) - float(absolute["low"]) == pytest.approx(0.2 * 0.95)  # seeds 0.1 apart
     assert float(relative["mean"]) == pytest.approx(LOSS["all"] - LOSS["baseline"])
     assert float(relative["high"]) - float(relative["low"]) == pytest.approx(0, abs=1e-9)
+
+
+def test_smooth_is_a_running_mean():
+    assert smooth(np.array([[0.0, 3, 6, 0, 0, 9]]), 3)[0] == pytest.approx([1.5, 3, 3, 2, 3, 4.5])
+    assert smooth(np.array([[1.0, 2, 3], [3.0, 3, 3]]), 1).tolist() == [[1, 2, 3], [3, 3, 3]]
+
+
+def test_figures_of_long_runs(tmp_path, monkeypatch):
+    """200 log lines: what is drawn is a running mean over four, and the frames are fitted as the titles say."""
+    drawn = {}
+    monkeypatch.setattr(Figures, "save", lambda self, fig, name, *_: drawn.setdefault(name, fig) and f"![{name}]")
+    runs = [report.load(write_run(tmp_path / f"{v}{s}", v, s, 2000)) for v in (*report.OTHERS, "all") for s in (1, 2)]
+    for r in runs:
+        for line in r.lines:
+            line["train/ce"] += line["iter"] // 10 % 4 + 20 * (r.variant == "dyt")  # a saw of period 4, of mean 1.5
+    (tmp_path / "out").mkdir()
+    figures = Figures(tmp_path / "out")
+    report.section(figures, "Results", "", runs, [], report.Report())
+    points = {p[2:4]: float(p[4]) for p in figures.points if p[:2] == ("loss_others", "Training loss, the last half")}
+    assert points["cbwc", "1000"] == pytest.approx(LOSS["cbwc"] + 0.15 + 1.5 + 3 * math.exp(-2.5), abs=0.01)
+    left, right = drawn["loss_others"].axes
+    assert left.get_xlim() == (1010, 2000) and left.get_ylim()[1] < 6 and right.get_ylim()[1] < 1
+    gone = "(dyt and derf leave the frame)"
+    assert [left.get_title(), right.get_title()] == [f"Training loss, the last half\n{gone}", f"less the baseline's\n{gone}"]
+    assert right.get_xlim()[0] < 0 < right.get_ylim()[1] < 1
+    lines = {line.get_label().split()[0]: line for line in left.get_lines()}
+    assert lines["layernorm"].get_zorder() > lines["baseline"].get_zorder()
+    assert [ax.get_ylabel() for ax in drawn["logits"].axes] == ["mean l2 norm", "mean s(h) (dimensionless)"]
+
+
+def test_steps_of_a_long_run_keep_their_digits(tmp_path):
+    figures = Figures(tmp_path)
+    figures.draw(figures.axes(1, 1, 2)[1][0], "f", "p", "all", np.array([1234560, 1234570]), np.ones((1, 2)))
+    assert [p[3] for p in figures.points[1:]] == ["1234560", "1234570"]
+
+
+def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figures, "save", lambda self, fig, name, *_: drawn.append(fig) or f"![{name}]")
+    rows = {v: [report.load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)] for v in ("baseline", "coupled", "dyt")}
+    found = {
+        "baseline": [[1.0, 2], [3, 4], [1.2, 1.4]],
+        "coupled": [[1.0, 2], [3, 4], [1.1, 1.2]],
+        "dyt": [[500.0, 900], [600, 950], [1, 1]],
+    }
+    monkeypatch.setattr(report, "stream_rms", lambda r, _: (np.array(found[r.variant]) * [[1], [1], [r.seed]], 96))
+    text, alphas = report.residual_study(figures := Figures(tmp_path), "residual", rows, 4096)
+    assert alphas["baseline"] == "1.950 ± 0.919" and alphas["coupled"] == "1.725 ± 0.813"
+    assert "| baseline | 2 | 1.950 ± 0.919 | 1.800 | 2.100 |" in "\n".join(text) and "the first 96 validation tokens" in "\n".join(text)
+    means = {p[1:4]: float(p[4]) for p in figures.points[1:]}
+    assert means["coupled", "before attention", "1"] == 2 and means["dyt", "before the MLP", "0"] == 600
+    frames = {ax.get_title().split()[0]: ax for ax in drawn[0].axes}
+    assert frames["baseline"].get_ylim() == frames["coupled"].get_ylim() == pytest.approx((1 / 1.5, 6))
+    assert frames["dyt"].get_ylim() == pytest.approx((500 / 1.5, 1425)) and set(NORM_FREE) == {"dyt", "derf"}
+    assert all(list(ax.get_xticks()) == [0, 1] for ax in frames.values()) and frames["dyt"].get_ylabel() == "RMS (dimensionless)"
+
+
+def test_speed_is_the_quartiles_after_the_first_line(small):
+    steps = np.arange(20, 401, 10)
+    low, mid, high = np.percentile(np.tile(1000 + steps, 3), (25, 50, 75))
+    assert table(small[2], "CoupledNorm's Table 1")["coupled"][3] == f"{mid:,.0f} ({low:,.0f} - {high:,.0f})"
 
 
 def test_equality_is_shown_to_seven_digits(small):
@@ -145,31 +220,88 @@ def test_what_cannot_be_used_is_named_and_in_no_number(tmp_path):
     def write(folder, lines):
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
-    def edit(line, **values):
-        return json.dumps(json.loads(line) | values)
-
     spoil("no-metrics", "no metrics.jsonl", 2, lambda f, x: (f / "metrics.jsonl").unlink())
-    spoil("cut", "half-written", 3, lambda f, x: write(f, [*x[:-1], x[-1][:40]]))
+    spoil("cut", "half-written", 3, lambda f, x: (f / "metrics.jsonl").write_text("\n".join([*x[:-1], x[-1][:40]])))
+    spoil("tail", "half-written", 3, lambda f, x: (f / "metrics.jsonl").write_text("\n".join([*x, "[]"])))
     spoil("empty", "half-written", 4, lambda f, x: (f / "metrics.jsonl").write_text(""))
     spoil("early", "unfinished: 200 of 400 steps", 5, lambda f, x: write(f, x[:21]))
     spoil("header-only", "unfinished: 0 of 400 steps", 6, lambda f, x: write(f, x[:1]))
     spoil("no-export", "unfinished: no model.pt", 7, lambda f, x: (f / "model.pt").unlink())
-    spoil("nan", "val/loss is not finite", 8, lambda f, x: write(f, [*x[:-1], edit(x[-1], **{"val/loss": None})]))
+    spoil("nan", "val/loss is not finite", 8, lambda f, x: write(f, edit(40, **{"val/loss": None})(x)))
     spoil(
         "nan-on-the-way",
         "train/loss is not finite at step 200",
         9,
-        lambda f, x: write(f, [*x[:20], edit(x[20], **{"train/loss": None}), *x[21:]]),
+        lambda f, x: write(f, edit(20, **{"train/loss": None})(x)),
     )
-    spoil("other-version", "another version", 10, lambda f, x: write(f, [edit(x[0], settings={"seed": 10}), *x[1:]]))
-    spoil("list", "another version", 11, lambda f, x: write(f, ["[]", *x[1:]]))
+    spoil("other-version", "another version", 10, lambda f, x: write(f, edit(0, settings={"seed": 10})(x)))
+    spoil("list", "metrics.jsonl:1 is damaged", 11, lambda f, x: write(f, ["[]", *x[1:]]))
     spoil("twice", "the same settings as", 1, lambda f, x: None)
+    write_run(runs / "unread-knobs", "baseline", 1, gate_end=300, ema_rate=0.5, compile=True)
+    bad["unread-knobs"] = "the same settings as"
     text = make(tmp_path / "out", runs)
     assert f"Runs used: 1; left out: {len(bad)}" in text
     for name, why in bad.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  - {runs / name}: ")]
         assert why in line
     assert table(text, "Validation loss")["baseline"][:2] == ["1", "3.1000"]
+
+
+def at(number: int, *texts: str):
+    """Puts lines in the place of one."""
+    return lambda x: [*x[:number], *texts, *x[number + 1 :]]
+
+
+def edit(number: int, gone: str = "", **values):
+    return lambda x: at(number, json.dumps({k: v for k, v in (json.loads(x[number]) | values).items() if k != gone}))(x)
+
+
+def inside(part: str, **values):
+    return lambda x: edit(0, **{part: json.loads(x[0])[part] | values})(x)
+
+
+HEADER = [(part, value) for part in ("parameters", "corpus", "versions", "settings") for value in (None, [], {}, "x")]
+INNER = [("corpus", "source", None), ("corpus", "source", 1), ("corpus", "train_tokens", "x"), ("corpus", "val_tokens", None),
+         ("versions", "torch", None), ("versions", "device", 1), ("versions", "commit", []), ("settings", "seed", "x"),
+         ("settings", "max_iters", None), ("settings", "log_interval", 0), ("settings", "n_layer", 10**9)]  # fmt: skip
+DRAWN = ("s/mean", "logits/l2", "train/ce", "lr", "perf/tok_s", "s/target", "gate", "taper/c.1.mlp", "taper/c.final")
+DAMAGE = [
+    *(("metrics.jsonl:21 is damaged", at(20, junk)) for junk in ("[]", "null", "3", "", "{", "[" * 100_000, '{"iter": 200, "lr": NaN}')),
+    *(("metrics.jsonl:41 is damaged", edit(40, **{"val/loss": v})) for v in (math.nan, math.inf, 10**400, "3.1", [3.1], True, -1.0, 0)),
+    *(("metrics.jsonl:41 is damaged", edit(40, **{name: 0})) for name in ("s/target", "taper/c.1.mlp")),
+    *(("metrics.jsonl:21 is damaged", edit(20, iter=value)) for value in (None, "x", 7, -1, [], {}, 10.5)),
+    *((f"{name} is not finite at step 400", edit(40, **{name: None})) for name in (*DRAWN, "val/loss", "val/bpb")),
+    *((f"step 400 has no {name}", edit(40, gone=name)) for name in (*DRAWN, "val/loss", "val/bpb")),
+    *((f"step 200 has no {name}", edit(20, gone=name)) for name in DRAWN),
+    *(("another version", edit(0, gone=part)) for part in ("parameters", "corpus", "versions", "settings")),
+    *(("another version", edit(0, **{part: value})) for part, value in HEADER),
+    *(("another version", inside(part, **{name: value})) for part, name, value in INNER),
+    ("the log line of step 200 is missing", at(20)),
+    ("the log line of step 200 is missing", edit(20, gone="train/loss")),
+    ("the log line of step 205 is one too many", lambda x: [*x[:21], edit(20, iter=205)(x)[20], *x[21:]]),
+    ("metrics.jsonl:22 is damaged", lambda x: [*x[:21], *x[20:]]),
+]
+
+
+def test_damaged_logs_and_exports_are_named(tmp_path):
+    folder = write_run(tmp_path / "run", "all_aux", 1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    for why, change in DAMAGE:
+        (folder / "metrics.jsonl").write_text("\n".join(change(lines)) + "\n")
+        with pytest.raises(report.Unusable, match=re.escape(why)) as e:
+            report.load(folder)
+        assert "\n" not in str(e.value)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    whole = (folder / "folded.pt").read_bytes()
+    for size in (0, 100, len(whole) - 1):
+        (folder / "folded.pt").write_bytes(whole[:size])
+        with pytest.raises(report.Unusable, match=r"unfinished: .*folded\.pt cannot be read"):
+            report.load(folder)
+    (folder / "folded.pt").write_bytes(whole)
+    assert report.load(folder).loss == pytest.approx(LOSS["all_aux"] + 0.101)
+    at_205 = {"iter": 205, "val/loss": 3.0, "val/bpb": 1.0}  # a pass over the validation split between two log lines is none too many
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:21], json.dumps(at_205), *lines[21:]]) + "\n")
+    assert len(report.load(folder).lines) == 41
 
 
 def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
@@ -186,15 +318,75 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
     text = make(tmp_path / "out", runs)
     assert "## n_embd 64\n" in text and "## n_embd 128\n" in text
     assert table(text, "Validation loss at gate 0, 400 steps")["internal_aux"][:2] == ["2", f"{LOSS['internal_aux'] + 0.151:.4f} ± 0.0707"]
-    lambdas = [line.split(" | ")[1:4] for line in text[text.index("### Lambda") :].splitlines() if line.startswith("| internal_aux")]
+    lambdas = [line.split(" | ")[1:5] for line in text[text.index("### Lambda") :].splitlines() if line.startswith("| internal_aux")]
     losses = {0: LOSS["internal"], 0.1: LOSS["internal_aux"] + 0.001, 1.0: LOSS["internal_aux"] + 0.01, 10.0: LOSS["internal_aux"] + 0.1}
-    assert lambdas[:4] == [[str(w), "2", f"{loss + 0.15:.4f} ± 0.0707"] for w, loss in losses.items()]
+    assert lambdas[:4] == [[str(w), "2", "1, 2", f"{loss + 0.15:.4f} ± 0.0707"] for w, loss in losses.items()]
     assert text.count("### Lambda") == text.count("### Schedule") == 1  # where it varies, at one width
     schedule = text[text.index("### Schedule") :].split("## n_embd")[0]
-    assert "| internal | 300 | 0.0 | 2 |" in schedule and "| internal | 400 | 0.0 | 2 |" in schedule and "internal_aux |" not in schedule
+    assert all(f"| internal | {end} | 0.0 | 2 | 1, 2 |" in schedule for end in (300, 400)) and "internal_aux |" not in schedule
     assert (tmp_path / "out/schedule_400_1.png").exists()
+    gap = np.mean([100 * (LOSS["internal"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
+    found = {p["x"]: float(p["mean"]) for p in points_of(tmp_path / "out", "schedule_400_1", "gap to baseline, %", "internal")}
+    assert found == {"300.0": pytest.approx(gap), "400.0": pytest.approx(gap)}
+    drift = {float(p["x"]): float(p["mean"]) for p in points_of(tmp_path / "out", "lambda_400_1", "s off its target, %", "internal_aux")}
+    assert drift == {w: pytest.approx(100 / (1 + w)) for w in (0.1, 1.0, 10.0)}  # s is 0.2 (1 + 1 / (1 + lambda)), its target 0.2
     steps = table(text, "The gap against")
-    assert len(steps["internal_aux"]) == 2 and steps["coupled"] == ["-", "-"]
+    assert len(steps["internal_aux"]) == 3 and steps["internal_aux"][0] == "1, 2" and steps["coupled"] == ["-", "-", "-"]
+    points = points_of(tmp_path / "out")
+    assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
+    assert {p["figure"] for p in points} == {line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")}
+
+
+def test_a_curve_is_over_the_seeds_of_all_its_points(tmp_path):
+    runs = tmp_path / "runs"
+    for seed in (1, 2, 3):
+        write_run(runs / f"b{seed}", "baseline", seed)
+        write_run(runs / f"l{seed}", "baseline", seed, 800)
+        write_run(runs / f"w{seed}", "internal_aux", seed)
+        write_run(runs / f"a{seed}", "all", seed)
+    for seed in (2, 3, 4):
+        write_run(runs / f"v{seed}", "internal_aux", seed, aux_weight=1.0)
+        write_run(runs / f"i{seed}", "internal", seed)
+        write_run(runs / f"m{seed}", "internal_aux", seed, 800)
+    for seed in (1, 4):
+        write_run(runs / f"g{seed}", "all", seed, gate_end=300)
+    write_run(runs / "x", "all_aux", 1)
+    write_run(runs / "y", "all_aux", 2, aux_weight=1.0)
+    text = make(tmp_path / "out", runs)
+    study = text[text.index("### Lambda") : text.index("### Schedule")]
+    rows = [line.strip("| ").split(" | ")[:5] for line in study.splitlines() if line.startswith("| internal_aux")]
+    assert [r[1:4] for r in rows] == [[w, "2", "2, 3"] for w in ("0", "0.1", "1.0")]
+    assert rows[1][4] == f"{LOSS['internal_aux'] + 0.251:.4f} ± 0.0707"
+    assert "all_aux: no seed is common to all points" in study and "internal_aux: no seed" not in study
+    assert "| all_aux | 0.1 | 1 | 1 |" in study and "| all_aux | 1.0 | 1 | 2 |" in study
+    for panel in ("val/loss, nats/token", "s off its target, %", "logits/l2"):
+        assert [p["n"] for p in points_of(tmp_path / "out", "lambda_400", panel, "internal_aux")] == ["2", "2"]
+    schedule = text[text.index("### Schedule") :]
+    assert all(f"| all | {end} | 0.0 | 1 | 1 |" in schedule for end in (300, 400))
+    gaps = [float(p["mean"]) for p in points_of(tmp_path / "out", "schedule_400", "gap to baseline, %", "all")]
+    assert gaps == [pytest.approx(100 * (LOSS["all"] + 0.1) / 3.1 - 100)] * 2
+    steps = table(text, "The gap against")
+    assert steps["internal_aux"][0] == "2, 3" and steps["internal_aux"][1].endswith("(2)") and steps["internal_aux"][2].endswith("(2)")
+    assert steps["baseline"][0] == "1, 2, 3" and steps["all"][0] == "1, 2, 3"
+
+
+def test_other_texts_and_versions_of_torch_are_groups_of_their_own(tmp_path):
+    runs = tmp_path / "runs"
+    write_run(runs / "a", "baseline", 1)
+    write_run(runs / "b", "baseline", 2, corpus={"train_tokens": 2000})
+    write_run(runs / "c", "baseline", 3, versions={"torch": "3"})
+    write_run(runs / "d", "baseline", 4, versions={"commit": "1" * 40})
+    write_run(runs / "e", "baseline", 5, compile=True)
+    text = make(tmp_path / "out", runs)
+    assert "; 1,000 tokens for training" in text and "; 2,000 tokens for training" in text
+    assert f"- Commits: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n- Of other commits: {runs / 'd'} (111111111111)\n" in text
+    assert "- compile: None, 4 runs; True, 1 runs" in text
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        f"## {k}" for k in ("corpus abababab, 1,000 + 100 tokens, torch 2", "corpus abababab, 1,000 + 100 tokens, torch 3",
+                            "corpus abababab, 2,000 + 100 tokens, torch 2")]  # fmt: skip
+    tables = [table(text[text.index(f"## {k}") :], "Validation loss")["baseline"][0] for k in
+              ("corpus abababab, 1,000 + 100 tokens, torch 2", "corpus abababab, 2,000")]  # fmt: skip
+    assert tables == ["3", "1"]
 
 
 @pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all", "dyt"])
@@ -207,7 +399,7 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
     torch.save(model.to_file({"phase": "scale", "gate": 0.0}), folder / "model.pt")
     run = report.load(folder)
     run.head["corpus"]["tokenizer_sha256"] = meta["tokenizer_sha256"]
-    found = report.stream_rms(run, 64)
+    found, count = report.stream_rms(run, 70)
 
     idx = torch.from_numpy(np.fromfile(tmp_path / "corpus/val.bin", "<u2")[:64].astype(np.int64)).view(4, 16)
     with torch.no_grad():
@@ -223,7 +415,7 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
             a, b = x.square().mean(-1).sqrt(), h.square().mean(-1).sqrt()
             expected.append([a.mean().item(), b.mean().item(), (b / a).mean().item()])
             x = after
-    assert np.allclose(found, np.array(expected).T, rtol=1e-4) and variant in MODELS
+    assert np.allclose(found, np.array(expected).T, rtol=1e-4) and variant in MODELS and count == 64
     run.head["corpus"]["tokenizer_sha256"] = "0"
     assert "another corpus" in report.stream_rms(run, 64)
 
