@@ -437,3 +437,12 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         make(tmp_path / "out", tmp_path / "runs")
     assert e.value.code == 2 and "pip install" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(tmp_path):
+    """val/loss at gate 0 is a network that nobody has trained yet, until the gate is down: null in the log of a good run."""
+    folder = write_run(tmp_path / "runs/all-seed1", "all", 1)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[20] |= {"val/loss": None, "val/bpb": None, "val/loss_gated": 3.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Runs used: 1; left out: 0" in make(tmp_path / "out", tmp_path / "runs")
