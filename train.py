@@ -285,8 +285,9 @@ def main(held: ExitStack):
         model = Transformer(model_config)
     else:
         model = Transformer.from_file(ckpt, source)
-        was = model.meta.get("corpus", {})
-        if model.config != model_config or any(was.get(k, corpus[k]) != corpus[k] for k in corpus if k.endswith("_sha256")):
+        texts = ("train_sha256", "val_sha256")
+        was = {k: corpus[k] for k in texts} | model.meta.get("corpus", {})  # an older checkpoint knows its tokenizer only
+        if model.config != model_config or any(was.get(k) != corpus[k] for k in ("tokenizer_sha256", *texts)):
             raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
@@ -329,7 +330,7 @@ def main(held: ExitStack):
     def undo(kind, error, trace):
         """Of a run that fails before its first update (too large for the memory, say) nothing is left."""
         if kind is not None and issubclass(kind, Exception) and iter_num == 0:
-            for name in config.RUN_FILES:
+            for name in config.RUN_FILES[:5]:  # the exports are not its own yet
                 (out_dir / name).unlink(missing_ok=True)
 
     def checkpoint():

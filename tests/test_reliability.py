@@ -571,6 +571,14 @@ def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_pa
     tokens[:2] = tokens[1::-1]
     tokens.tofile(there / f"{split}.bin")
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
+    file = final(tmp_path / "run")  # as one that was written before there were these sums
+    for name in ("train_sha256", "val_sha256"):
+        del file["meta"]["corpus"][name]
+    torch.save(file, tmp_path / "run/ckpt.pt")
+    train(*resume(tmp_path / "run"))
+    del file["meta"]["corpus"]["tokenizer_sha256"]
+    torch.save(file, tmp_path / "run/ckpt.pt")
+    assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "abc"}])
@@ -588,8 +596,10 @@ def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, to
 def test_a_run_that_fails_at_once_leaves_nothing(short, corpus, tmp_path, capsys):
     """So that what its line advises works."""
     out = tmp_path / "run"
+    out.mkdir()
+    (out / "folded.pt").write_bytes(b"of another time")
     assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **{**SHORT, "batch_size": 1 << 40}))
-    assert not list(out.iterdir())
+    assert [p.name for p in out.iterdir()] == ["folded.pt"]
     train(*flags(out, corpus, **SHORT))
     assert_same_run(short, out)
 
