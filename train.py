@@ -24,7 +24,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -185,6 +185,16 @@ def read_checkpoint(path: Path) -> dict:
     return ckpt
 
 
+def nothing_trained(out_dir: Path) -> bool:
+    """Whether the run in a folder ended before its first update was logged or saved (too large for the memory, say): it may begin anew."""
+    if (out_dir / "ckpt.prev.pt").exists() or not (out_dir / "ckpt.pt").exists():
+        return False
+    with suppress(ModelError):
+        log = out_dir / "metrics.jsonl"
+        return read_checkpoint(out_dir / "ckpt.pt")["progress"]["iter"] == 0 and (not log.exists() or log.read_bytes().count(b"\n") < 2)
+    return False
+
+
 def fits_adamw(state: dict, p) -> bool:
     """Whether a checkpoint's optimizer state of the parameter `p` is one that a step can go on from."""
     shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
@@ -222,11 +232,12 @@ def main(held: ExitStack):
     main_rank, ckpt = rank == 0, None
     out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
     newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
-    found = newest.exists() or previous.exists()
+    found = (newest.exists() or previous.exists()) and (cfg.init_from == "resume" or not nothing_trained(out_dir))
     if cfg.init_from == "resume" and not found:
         raise BadInput(f"nothing to resume: {newest} does not exist; start the run without --init_from=resume")
     if cfg.init_from == "scratch" or not found:
-        config.refuse_another_run(out_dir)
+        if not nothing_trained(out_dir):
+            config.refuse_another_run(out_dir)
         cfg.resolve()
     else:
         if main_rank:
@@ -258,11 +269,9 @@ def main(held: ExitStack):
     # --- data
     folder = ROOT / "data" / cfg.dataset
     if not (folder / "meta.json").exists() and main_rank:
-        known = sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
-        if cfg.dataset not in known:  # code in a folder of any other place, which a checkpoint may name too, is not run
-            raise BadInput(
-                f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {', '.join(known)}, or name a prepared folder"
-            )
+        if cfg.dataset not in (known := config.corpora()):
+            names = ", ".join(known)
+            raise BadInput(f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {names}, or name a prepared folder")
         if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
             sys.exit(2)  # prepare.py has said why
     if ranks > 1:
@@ -299,7 +308,7 @@ def main(held: ExitStack):
         try:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
             iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
-            logged, ran_with = ckpt["progress"].get("logged", 0), dict(model.meta["versions"])
+            logged, ran_with = ckpt["progress"].get("logged", 0), model.meta.get("versions", {})
             totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
             needed = {p for p in decay if iter_num} | set(optimizer.state)  # a gain may not have trained yet
             if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
@@ -327,12 +336,6 @@ def main(held: ExitStack):
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
     origin = {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}
 
-    def undo(kind, error, trace):
-        """Of a run that fails before its first update (too large for the memory, say) nothing is left."""
-        if kind is not None and issubclass(kind, Exception) and iter_num == 0:
-            for name in config.RUN_FILES[:5]:  # the exports are not its own yet
-                (out_dir / name).unlink(missing_ok=True)
-
     def checkpoint():
         """Everything that the next step depends on. The metrics reach the disk first, so none is missing behind it."""
         if ranks > 1:
@@ -351,14 +354,17 @@ def main(held: ExitStack):
     if main_rank:
         if ckpt is None:
             held.enter_context(hold_folder(out_dir))
+            if nothing_trained(out_dir):
+                for name in config.RUN_FILES[:4]:
+                    (out_dir / name).unlink(missing_ok=True)
             config.refuse_another_run(out_dir)
-            held.push(undo)
         elif source == previous and newest.exists():
             with config.writing(out_dir):
                 newest.replace(out_dir / "ckpt.bad.pt")  # else the next checkpoint would keep it as the previous one
         try:
             for stale in (out_dir / f"{name}.tmp" for name in config.RUN_FILES):
-                stale.unlink(missing_ok=True)
+                if stale.exists():
+                    stale.unlink()
         except OSError as e:
             raise BadInput(f"cannot clear {stale}, left by a killed run: {e.strerror}; remove it, or name another --out_dir") from None
         wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
@@ -374,9 +380,9 @@ def main(held: ExitStack):
         elif iter_num and len(lines) - 1 < logged:
             print(f"train.py: {out_dir}/metrics.jsonl has {len(lines) - 1} lines up to step {iter_num} of {logged}", file=sys.stderr)
         lines, logged = lines or [json.dumps(header)], max(0, len(lines) - 1)
-        if changed := {k: v for k, v in code.items() if ran_with.get(k, v) != v}:
-            told = ", ".join(f"{k} {v} in place of {ran_with[k]}" for k, v in changed.items())
-            print(f"train.py: going on with {told}: what follows is the same run to rounding only", file=sys.stderr)
+        if iter_num and (changed := {k: v for k, v in code.items() if ran_with.get(k, "unknown") != v}):
+            told = ", ".join(f"{k} {v} in place of {ran_with.get(k, 'unknown')}" for k, v in changed.items())
+            print(f"train.py: going on with {told}: not the same run to the bit", file=sys.stderr)
             header = json.loads(lines[0])
             lines[0] = json.dumps(header | {"resumed": [*header.get("resumed", []), {"iter": iter_num, "versions": code}]})
         with atomic_write(out_dir / "metrics.jsonl", "w") as f:

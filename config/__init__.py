@@ -116,6 +116,8 @@ def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
     """
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
+    with writing(path):
+        still_held(path.parent)
     try:
         with writing(path):
             with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
@@ -187,36 +189,44 @@ def log_until(path: Path, step: int) -> list[str]:
 
     Raises: BadInput for a line that is none or out of order, unless it is the last, which the kill may have cut.
     """
-    lines, before, pieces = [], -1, path.read_bytes().split(b"\n") if path.exists() else []
+    lines, before, beyond, pieces = [], -1, 0, path.read_bytes().split(b"\n") if path.exists() else []
     for number, piece in enumerate(pieces, 1):
         try:
             line = json.loads(piece)
-            at, loss = line.get("iter", 0), line.get("train/loss")
-            if not before < at or not (loss is None or isinstance(loss, float)):
-                raise ValueError
-            before = at
-            if at <= step:
-                lines.append(piece.decode())
+            at, fine = line.get("iter", 0), type(line.get("train/loss")) in (int, float, type(None)) and (number > 1 or "settings" in line)
+            fine = fine and type(at) is int
         except (ValueError, TypeError, AttributeError, RecursionError):
-            if number < len(pieces):
-                raise BadInput(f"{path}:{number} is damaged, and the log behind it would be lost; mend or remove that line") from None
+            fine = False
+        if fine and at > step:
+            beyond = beyond or number  # where those begin that will be logged again, whatever they say
+        elif fine and before < at and not beyond:
+            lines.append(piece.decode())
+            before = at
+        elif fine or not (beyond or number == len(pieces)):
+            line = beyond or number
+            raise BadInput(f"{path}:{line} is damaged, and the log behind it would be lost; mend or remove that line")
     return lines
 
 
 def place_among_ranks() -> tuple[int, int, int]:
     """(rank, ranks, local rank) as torchrun tells them; (0, 1, 0) without it. Raises: BadInput if only some of it is told."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    told, missing = [n for n in names[:3] if n in os.environ], [n for n in names if n not in os.environ]
+    names, env = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), os.environ
+    told, missing = [f"{n}={env[n]}" for n in names[:3] if n in env], [n for n in names if n not in env]
     if not told:
         return 0, 1, 0
     try:
-        rank, ranks, local = (int(os.environ[name]) for name in names[:3])
-        if not (0 <= rank < ranks and 0 <= local < ranks):
+        rank, ranks, local = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+        if not (0 <= rank < ranks and 0 <= local < ranks) or (ranks > 1 and missing):
             raise ValueError
     except (KeyError, ValueError):
-        wrong = f"{missing[0]} is not" if missing else "they name no place among ranks"
-        raise BadInput(f"{told[0]} is set in the environment and {wrong}; start with torchrun, or unset {' '.join(told)}") from None
+        wrong = f"but no {', '.join(missing)}" if missing else "which is no place among ranks"
+        raise BadInput(f"the environment has {', '.join(told)}, {wrong}; start with torchrun, or unset them") from None
     return rank, ranks, local
+
+
+def corpora() -> list[str]:
+    """Names of the corpora that can be prepared: code in a folder of any other place, which a checkpoint may name too, is not run."""
+    return sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
 
 
 def model_file(path: str | Path) -> Path:

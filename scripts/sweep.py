@@ -30,7 +30,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ROOT, BadInput, Config, Count, atomic_write, commit, hold_folder, one_line_errors, parse
+from config import ROOT, BadInput, Config, Count, atomic_write, commit, corpora, hold_folder, one_line_errors, parse
 from model import ModelError
 from scripts.runs import AUX_WEIGHT, READ_BY, VARIANTS, Run, finite, identity, look, model_config, recorded, tail
 
@@ -205,8 +205,9 @@ def main() -> int:
             else:
                 print(f"{run.name} {why or 'is finished'}", file=sys.stderr)
         return 0
-    for folder in dict.fromkeys(ROOT / "data" / r.settings["dataset"] for r in runs):  # here, not by several runs at a time
-        missing = not (folder / "meta.json").exists() and (folder / "prepare.py").exists()
+    for name in dict.fromkeys(r.settings["dataset"] for r in runs):  # here, not by several runs at a time
+        folder = ROOT / "data" / name
+        missing = name in corpora() and not (folder / "meta.json").exists()
         if missing and subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
             return 2  # prepare.py has said why
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -461,8 +461,7 @@ def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
     (out / "metrics.jsonl").write_bytes(b"".join([*lines[: n - 1], line, *lines[n:]]))
     before = (out / "metrics.jsonl").read_bytes()
     error = refused(capsys, *resume(out))
-    at = n + (b"92" in line)  # an order that is broken shows in the line behind
-    assert f"metrics.jsonl:{at} is damaged" in error and "mend or remove that line" in error
+    assert f"metrics.jsonl:{n} is damaged" in error and "mend or remove that line" in error
     assert (out / "metrics.jsonl").read_bytes() == before
     (out / "metrics.jsonl").unlink()
     train(*resume(out))
@@ -502,6 +501,18 @@ def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
         change(ckpt := final(out))
         torch.save(ckpt, out / "ckpt.pt")
         assert "ckpt.pt is damaged" in refused(capsys, *resume(out))
+
+
+def test_what_lies_behind_the_checkpoint_in_a_log_does_not_matter(short, corpus, tmp_path):
+    """It is logged again."""
+    out = tmp_path / "run"
+    dead = launch(*flags(out, corpus, **SHORT), fault={"at": "before", "n": 15, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL and final(out)["progress"]["iter"] == 10
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert b'"iter": 12' in lines[4]
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines, b"\0\0\n", b'{"iter": 13, "train/loss": "x"}\n', b"{\n", b'{"it']))
+    train(*resume(out))
+    assert_same_run(short, out)
 
 
 def test_lines_that_are_missing_from_the_log_are_told(short, tmp_path, capsys):
@@ -581,27 +592,44 @@ def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_pa
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "abc"}])
+@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "abc"},
+                                  {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])  # fmt: skip
 def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, told):
     """An environment that names a rank where no torchrun started one: training as rank 1 would write nothing."""
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert "start with torchrun, or unset" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert "start with torchrun, or unset" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    for more in {}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"} if told.get("LOCAL_RANK") != "1" else {}:
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
+        error = refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+        assert "start with torchrun, or unset" in error and all(f"{n}={v}" in error for n, v in told.items())
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_fails_at_once_leaves_nothing(short, corpus, tmp_path, capsys):
-    """So that what its line advises works."""
-    out = tmp_path / "run"
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkeypatch, capsys, step):
+    """With other settings, so that what its line advises works; not one that has logged anything, and never what is not a run's own."""
+    out, backward, steps = tmp_path / "run", torch.Tensor.backward, []
     out.mkdir()
     (out / "folded.pt").write_bytes(b"of another time")
-    assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **{**SHORT, "batch_size": 1 << 40}))
-    assert [p.name for p in out.iterdir()] == ["folded.pt"]
-    train(*flags(out, corpus, **SHORT))
+
+    def failing(*args, **more):
+        steps.append(0)
+        if len(steps) > step:
+            raise MemoryError
+        backward(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", failing)
+        assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **SHORT, batch_size=8))
+    assert (out / "folded.pt").read_bytes() == b"of another time" and final(out)["progress"]["iter"] == 0
+    assert "batch_size=4 differs from 8" in refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
+    train(*flags(out, corpus, **SHORT, init_from="auto" if step else "scratch"))
     assert_same_run(short, out)
+    assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
+    dead = launch(*flags(tmp_path / "logged", corpus, **SHORT), fault={"at": "before", "n": 4, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL and final(tmp_path / "logged")["progress"]["iter"] == 0
+    assert "holds another run" in refused(capsys, *flags(tmp_path / "logged", corpus, **SHORT))
 
 
 def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, capsys):
@@ -610,7 +638,7 @@ def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, capsys):
     assert dead.wait() == -signal.SIGKILL
     capsys.readouterr()
     train(*resume(out), "--dtype=float64")
-    assert "going on with dtype float64 in place of float32: what follows is the same run to rounding only" in capsys.readouterr().err
+    assert "going on with dtype float64 in place of float32: not the same run to the bit" in capsys.readouterr().err
     (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
     assert again["iter"] == 15 and again["versions"]["dtype"] == "float64"
 
