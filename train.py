@@ -314,6 +314,7 @@ def main(held: ExitStack):
             if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
                 raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
             fine = totals.shape == (3,) and totals.isfinite().all() and type(logged) is int
+            fine = fine and all(type(v) in (str, int, type(None)) and str(v).isprintable() for v in ran_with.values())
             if not (fine and 0 <= iter_num <= cfg.max_iters and type(run_id) is str and type(val) is dict):
                 raise ValueError("progress")
         except torch.OutOfMemoryError:
