@@ -114,10 +114,13 @@ def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes
     if status == 0:
         COUNTS[target, "worked"] += 1
         return
-    assert error.startswith(f"{program}: ") and error.count("\n") == 1 and len(error) > len(program) + 10, error
-    if any(reason in error for reason in ("not enough memory", "not exported", "cannot calibrate")):  # found at work, in what was allowed
+    *remarks, line = error.splitlines()
+    assert line.startswith(f"{program}: ") and len(line) > len(program) + 10, error
+    if any(reason in line for reason in ("not enough memory", "not exported", "cannot calibrate")):  # found at work, in what was allowed
+        assert all("metrics.jsonl is gone" in remark for remark in remarks), error  # said when the work began
         COUNTS[target, "stopped at work"] += 1
         return
+    assert not remarks, error
     assert files_in(folder) == before, error
     COUNTS[target, "refused"] += 1
 
