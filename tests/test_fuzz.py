@@ -420,7 +420,7 @@ def put(value, path, new, drop=False):
     """A copy of the nested `value` with `new` at `path`."""
     if not path:
         return new
-    copy = dict(value)
+    copy = dict(value) if isinstance(value, dict) else {}  # another change may have put something else there
     if drop and len(path) == 1:
         copy.pop(path[0], None)
     else:
