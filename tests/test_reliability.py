@@ -142,7 +142,7 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize("at, n", [("write", 700), ("replace", 6), slow("log", 4), slow("after", 19)])
+@pytest.mark.parametrize("at, n", [("write", 700), slow("replace", 6), slow("log", 4), slow("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
     """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
     out = tmp_path / "run"
@@ -192,7 +192,9 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 # --- disks
 
 
-@pytest.mark.parametrize("at, n, error", [("write", 900, "ENOSPC"), ("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), ("replace", 1, "EROFS")])
+@pytest.mark.parametrize(
+    "at, n, error", [("write", 900, "ENOSPC"), slow("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), slow("replace", 1, "EROFS")]
+)
 def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
     out, words = tmp_path / "run", os.strerror(getattr(errno, error))
     with monkeypatch.context() as patch:
@@ -503,6 +505,7 @@ def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
         assert "ckpt.pt is damaged" in refused(capsys, *resume(out))
 
 
+@pytest.mark.slow
 def test_what_lies_behind_the_checkpoint_in_a_log_does_not_matter(short, corpus, tmp_path):
     """It is logged again."""
     out = tmp_path / "run"
@@ -551,7 +554,7 @@ def test_a_folder_made_again_under_a_run_is_not_written(corpus, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "signals, status", [((signal.SIGTERM,) * 3, 143), ((signal.SIGTERM, signal.SIGINT), -2), ((signal.SIGINT,) * 2, -2)]
+    "signals, status", [((signal.SIGTERM,) * 3, 143), slow((signal.SIGTERM, signal.SIGINT), -2), slow((signal.SIGINT,) * 2, -2)]
 )
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
@@ -574,7 +577,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert final(out)["progress"]["iter"] == (7 if status == 143 else 5)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("split", ["train", slow("val")])
 def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_path, monkeypatch, capsys, split):
     shutil.copytree(corpus, there := tmp_path / "corpus")
     train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
@@ -606,7 +609,7 @@ def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, to
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [0, slow(1)])
 def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkeypatch, capsys, step):
     """With other settings, so that what its line advises works; not one that has logged anything, and never what is not a run's own."""
     out, backward, steps = tmp_path / "run", torch.Tensor.backward, []
@@ -643,6 +646,7 @@ def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, capsys):
     assert again["iter"] == 15 and again["versions"]["dtype"] == "float64"
 
 
+@pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
     process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
                      stdout=-1, stderr=-1)  # fmt: skip

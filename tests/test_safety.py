@@ -225,6 +225,7 @@ def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subpr
     return listener.heard, done
 
 
+@pytest.mark.slow
 def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):
     heard, done = run_watched(tmp_path, corpus)
     assert done.returncode == 0, done.stderr

@@ -116,7 +116,7 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     assert_same_run(reference, out)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     process = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not (tmp_path / "run/metrics.jsonl").exists() or b'"iter"' not in (tmp_path / "run/metrics.jsonl").read_bytes():
@@ -131,7 +131,7 @@ def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     assert_same_run(reference, tmp_path / "run")
 
 
-@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), (2, "layernorm"), pytest.param(4, "layernorm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), *(pytest.param(n, "layernorm", marks=pytest.mark.slow) for n in (2, 4))])
 def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
     """The same global batch in float64, through both boundaries; the sums only change their order. 35 batches of validation for 2 or 4."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30, gate_start=8, gate_end=22,
