@@ -17,7 +17,6 @@ import itertools
 import json
 import platform
 import random
-import re
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import BadInput, Count, ModelKnobs, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
+from config import BadInput, Count, ModelKnobs, Whole, atomic_write, keep_freed_memory, one_line_errors, parse, processor
 from model import FORMS, NORMS, TOLERANCE, KVCache, ModelConfig, ModelError, Transformer, attend
 
 # name -> (norm, taper, form). norm "plain": the one with a statistic that the run's own competes with; taper "own": the run's.
@@ -371,12 +370,8 @@ def print_runtime(runtime: str, rows, names, unit: str) -> list[dict]:
 
 
 def machine(device: torch.device) -> str:
-    """The processor's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f"{name[1] if name else platform.machine()}, {torch.get_num_threads()} threads"
+    """The processor's name, and how much of it is used."""
+    return processor(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -172,9 +172,8 @@ def start_wandb(cfg: Config, run_id: str):
 
 def versions(device) -> dict:
     """Code and software that make this run."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
-            "device": name, "threads": torch.get_num_threads()}  # fmt: skip
+            "device": config.processor(device), "threads": torch.get_num_threads()}  # fmt: skip
 
 
 def read_checkpoint(path: Path) -> dict:

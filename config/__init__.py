@@ -20,6 +20,7 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import stat
@@ -257,6 +258,18 @@ def bfloat16_pays(device_type: str, n_embd: int) -> bool:
     import torch
 
     return device_type == "cuda" or (n_embd >= 256 and torch.cpu._is_avx512_bf16_supported())
+
+
+def processor(device) -> str:
+    """Name of a torch.device's hardware."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):  # Linux
+        if name := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return name[1]
+    return platform.machine()
 
 
 def commit() -> str | None:

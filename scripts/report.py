@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -408,6 +409,14 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
     return text
 
 
+def went_on(run: Run) -> list[str]:
+    """Where a run was resumed with other software or hardware than before."""
+    return [
+        f"{run.folder} at step {now['iter']:,} ({', '.join(f'{n} {v}' for n, v in now['versions'].items() if was['versions'].get(n) != v)})"
+        for was, now in pairwise([run.head, *run.head.get("resumed", [])])
+    ]
+
+
 def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> list[str]:
     """What the numbers are made of."""
     heads, lambdas = [r.head for r in runs], sorted({r.settings["aux_weight"] for r in runs} - {0})
@@ -420,6 +429,7 @@ def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> li
                "{tokenizer_sha256:.12}".format(**h["corpus"]) for h in heads)  # fmt: skip
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
     strays = [f"{r.folder} ({c[:12]})" for r in runs if (c := str(r.head["versions"]["commit"])) != commits[0][0]]
+    changed = [text for r in runs for text in went_on(r)]
     text = ["# Report", "", "    " + shlex.join(["python", *sys.argv]), "",
             *(f"- Corpus: {corpus}" for corpus in dict.fromkeys(corpora)),
             f"- Shared settings: {', '.join(f'{n}={v}' for n, v in shared.items())}",
@@ -429,6 +439,7 @@ def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> li
             f"- Versions: {'; '.join(f'{n} {v}' for n, v in versions.items())}",
             f"- Commits: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
             *[f"- Of other commits: {', '.join(strays)}"] * bool(strays),
+            *[f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}"] * bool(changed),
             *[f"- compile: {compiled} (None: on a GPU yes, on a CPU no)"] * ("compile" not in shared),
             f"- Runs used: {len(runs)}; left out: {len(left_out)}"]  # fmt: skip
     return text + [f"  - {folder}: {why}" for folder, why in left_out.items()] + [""]

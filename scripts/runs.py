@@ -138,6 +138,8 @@ def check_header(head: dict) -> dict:
             *((head["corpus"], name, kind) for name, kind in corpus.items()),
             *((head["versions"], name, str) for name in ("torch", "device")),
             (head["versions"], "commit", str | None),
+            *((again, "iter", int) for again in head.get("resumed", [])),
+            *((again, "versions", dict) for again in head.get("resumed", [])),
         ):
             if not isinstance(holder[name], kind):
                 raise TypeError(name)

@@ -652,7 +652,7 @@ def fuzz(material, target: str, count: int, number: int = 0):
 
 
 # cases in the default suite and in the long one
-TARGETS = {"config": (160, 5000), "corpus": (40, 800), "model file": (60, 1200), "prompt": (100, 2500), "bench": (40, 500)}
+TARGETS = {"config": (160, 5000), "corpus": (20, 800), "model file": (40, 1200), "prompt": (100, 2500), "bench": (40, 500)}
 
 
 @pytest.mark.parametrize("target", TARGETS)

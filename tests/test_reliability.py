@@ -326,6 +326,7 @@ def test_what_a_spike_is():
     assert spike(float("nan"), noisy) == 0 and spike(1.0, noisy) == 0
 
 
+@pytest.mark.slow
 def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsys):
     """A resumed run has the same line: the median is of the log."""
     altered_loss(monkeypatch, 3.0, lambda targets: targets.sum().item() % 9 == 0)

@@ -84,6 +84,12 @@ def table(text: str, title: str) -> dict[str, list[str]]:
     return {r[0]: r[1:] for r in rows}
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures without their picture, which takes a second each: for tests of what is in them."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: file.write(b"no picture"))
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tuple[Path, Path, str]:
     """(runs, report folder, report.md): every variant with three seeds but internal with one and derf with none."""
@@ -206,7 +212,7 @@ def test_no_study_without_its_axis(small):
     assert not any(title in small[2] for title in ("### Lambda", "### Schedule", "### The gap against"))
 
 
-def test_what_cannot_be_used_is_named_and_in_no_number(tmp_path):
+def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     runs = tmp_path / "runs"
     write_run(runs / "good", "baseline", 1)
     bad = {}
@@ -304,7 +310,7 @@ def test_damaged_logs_and_exports_are_named(tmp_path):
     assert len(report.load(folder).lines) == 41
 
 
-def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
+def test_lengths_sizes_and_lambdas_are_never_averaged(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for seed in (1, 2):
         for steps in (400, 800):
@@ -337,7 +343,7 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(tmp_path):
     assert {p["figure"] for p in points} == {line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")}
 
 
-def test_a_curve_is_over_the_seeds_of_all_its_points(tmp_path):
+def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for seed in (1, 2, 3):
         write_run(runs / f"b{seed}", "baseline", seed)
@@ -370,14 +376,20 @@ def test_a_curve_is_over_the_seeds_of_all_its_points(tmp_path):
     assert steps["baseline"][0] == "1, 2, 3" and steps["all"][0] == "1, 2, 3"
 
 
-def test_other_texts_and_versions_of_torch_are_groups_of_their_own(tmp_path):
+def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_path):
     runs = tmp_path / "runs"
     write_run(runs / "a", "baseline", 1)
     write_run(runs / "b", "baseline", 2, corpus={"train_tokens": 2000})
     write_run(runs / "c", "baseline", 3, versions={"torch": "3"})
     write_run(runs / "d", "baseline", 4, versions={"commit": "1" * 40})
     write_run(runs / "e", "baseline", 5, compile=True)
+    log = runs / "e/metrics.jsonl"
+    head, *lines = log.read_text().splitlines(keepends=True)
+    head = json.loads(head)
+    head["resumed"] = [{"iter": 200, "versions": head["versions"] | {"device": "gpu", "threads": 2}}]
+    log.write_text(json.dumps(head) + "\n" + "".join(lines))
     text = make(tmp_path / "out", runs)
+    assert f"- Resumed with something else (not the same run to the bit): {runs / 'e'} at step 200 (device gpu, threads 2)\n" in text
     assert "; 1,000 tokens for training" in text and "; 2,000 tokens for training" in text
     assert f"- Commits: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n- Of other commits: {runs / 'd'} (111111111111)\n" in text
     assert "- compile: None, 4 runs; True, 1 runs" in text
@@ -439,7 +451,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     assert e.value.code == 2 and "pip install" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(tmp_path):
+def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
     """val/loss at gate 0 is a network that nobody has trained yet, until the gate is down: null in the log of a good run."""
     folder = write_run(tmp_path / "runs/all-seed1", "all", 1)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -233,7 +233,8 @@ def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):
     assert done.stdout.endswith("\nno wandb\n")
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus, mode):
     pytest.importorskip("wandb")
     heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode=mode)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config import BadInput
-from scripts.turns import release_garbage, resident_peak, take_turns, tensor_peak
+from scripts.turns import take_turns, tensor_peak
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +32,7 @@ def test_parts_prints_its_tables(monkeypatch, capsys):
 SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2", "--seq=16", "--new_tokens=4"]
 
 
-@pytest.mark.parametrize("mode", ["train", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("prefill", "decode"))])
+@pytest.mark.parametrize("mode", ["prefill", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("train", "decode"))])
 def test_peers_times_llama_beside_us(mode):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
     command = [sys.executable, "scripts/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32", "--iters=2"]
@@ -92,8 +92,9 @@ def test_peaks_are_what_a_step_holds_at_once():
             del a, b
 
     assert 0 <= tensor_peak(step) - 2 * 4_000_000 < 100  # and the 1
-    release_garbage()  # what earlier tests freed would be used first
-    assert 50e6 < resident_peak(lambda: torch.ones(5000, 3000)) < 70e6  # 60 MB, and what else the process does
+    code = "import torch; from scripts.turns import resident_peak; print(resident_peak(lambda: torch.ones(5000, 3000)))"
+    peak = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))  # fresh: what this process has freed would be used first
+    assert 59e6 < peak < 70e6  # the 60 MB of the tensor, and what else the process does
 
 
 @pytest.mark.slow

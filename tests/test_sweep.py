@@ -57,8 +57,9 @@ with one_line_errors(), hold_folder(cfg.out_dir) as out:
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch) -> Path:
     """A train.py that takes no time, in a repository root of its own."""
-    (tmp_path / "root").mkdir()
     path = tmp_path / "root/train.py"
+    (path.parent / "data/tinystories").mkdir(parents=True)
+    (path.parent / "data/tinystories/meta.json").touch()  # as good as prepared: no download
     path.write_text(STAND_IN.format(root=str(ROOT)))
     file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
     torch.save(file, path.parent / "export.pt")
