@@ -14,7 +14,6 @@ import gc
 import json
 import math
 import os
-import platform
 import shlex
 import signal
 import statistics
@@ -24,7 +23,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -34,10 +33,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import config
-from config import ROOT, BadInput, Config, atomic_write, commit, hold_folder, keep_freed_memory, one_line_errors, parse
+from config import ROOT, BadInput, Config, atomic_write, hold_folder, keep_freed_memory, one_line_errors, parse
 from data import open_corpus
+from data.checkpoint import begin_log, clear_folder, nothing_trained, read_checkpoint, restore
 from data.sampling import train_batch, windows
-from model import BadFile, ModelConfig, ModelError, Transformer, export, exports, read_file
+from model import BadFile, ModelConfig, ModelError, Transformer, export, exports
 
 try:
     from tqdm import tqdm
@@ -170,65 +170,12 @@ def start_wandb(cfg: Config, run_id: str):
         raise BadInput(f"wandb does not start ({e}); use --wandb_mode=offline or --wandb_log=False") from None
 
 
-def versions(device) -> dict:
-    """Code and software that make this run."""
-    return {"commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
-            "device": config.processor(device), "threads": torch.get_num_threads()}  # fmt: skip
-
-
-def read_checkpoint(path: Path) -> dict:
-    ckpt = read_file(path)
-    dicts = all(isinstance(ckpt.get(k), dict) for k in ("run", "optimizer", "progress"))
-    if not dicts or set(ckpt["run"]) != {f.name for f in fields(Config)} or type(ckpt["progress"].get("iter")) is not int:
-        raise BadFile(f"{path} is not a training checkpoint of this version")
-    return ckpt
-
-
-def nothing_trained(out_dir: Path) -> bool:
-    """Whether the run in a folder ended before its first update was logged or saved (too large for the memory, say): it may begin anew."""
-    if (out_dir / "ckpt.prev.pt").exists() or not (out_dir / "ckpt.pt").exists():
-        return False
-    with suppress(ModelError):
-        log = out_dir / "metrics.jsonl"
-        return read_checkpoint(out_dir / "ckpt.pt")["progress"]["iter"] == 0 and (not log.exists() or log.read_bytes().count(b"\n") < 2)
-    return False
-
-
-def fits_adamw(state: dict, p) -> bool:
-    """Whether a checkpoint's optimizer state of the parameter `p` is one that a step can go on from."""
-    shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-    return set(state) == set(shapes) and all(state[k].shape == s and torch.isfinite(state[k]).all() for k, s in shapes.items())
-
-
-def pick_device(cfg: Config, local_rank: int) -> tuple[torch.device, torch.dtype]:
-    """The device and compute type asked for; BadInput, with one that works, if there is none such."""
-    gpu = torch.cuda.is_available()
-    name = cfg.device if cfg.device != "auto" else "cuda" if gpu else "cpu"
-    try:
-        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        bf16 = torch.cuda.is_bf16_supported()
-    else:
-        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if cfg.dtype == "bfloat16" and not bf16:
-        raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
-    pays = bf16 and config.bfloat16_pays(device.type, cfg.n_embd)
-    dtype = ("bfloat16" if pays else "float32") if cfg.dtype == "auto" else cfg.dtype
-    return device, getattr(torch, dtype)
-
-
 def main(held: ExitStack):
     # --- what to run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop; takes a prepare.py down with it
     cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
     rank, ranks, local_rank = config.place_among_ranks()
-    main_rank, ckpt = rank == 0, None
+    main_rank, ckpt, source = rank == 0, None, None
     out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
     newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
     found = (newest.exists() or previous.exists()) and (cfg.init_from == "resume" or not nothing_trained(out_dir))
@@ -249,7 +196,7 @@ def main(held: ExitStack):
     model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
-    device, dtype = pick_device(cfg, local_rank)
+    device, dtype = config.pick_device(cfg, local_rank)
     compiles = cfg.compile if cfg.compile is not None else device.type == "cuda"
     if compiles:
         try:
@@ -304,24 +251,9 @@ def main(held: ExitStack):
     groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
     if ckpt is not None:
-        try:
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})  # the settings are cfg's
-            iter_num, run_id, val = (ckpt["progress"][k] for k in ("iter", "run_id", "val"))
-            logged, ran_with = ckpt["progress"].get("logged", 0), model.meta.get("versions", {})
-            totals += ckpt["progress"]["totals"].to(device) if main_rank else 0
-            needed = {p for p in decay if iter_num} | set(optimizer.state)  # a gain may not have trained yet
-            if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
-                raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
-            fine = totals.shape == (3,) and totals.isfinite().all() and type(logged) is int
-            fine = fine and all(type(v) in (str, int, type(None)) and str(v).isprintable() for v in ran_with.values())
-            if not (fine and 0 <= iter_num <= cfg.max_iters and type(run_id) is str and type(val) is dict):
-                raise ValueError("progress")
-        except torch.OutOfMemoryError:
-            raise
-        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:
-            raise BadInput(
-                f"{source} is damaged ({e!r:.200}); move it away to go on from another, or start anew in another out_dir"
-            ) from None
+        progress = restore(optimizer, ckpt, source, cfg.max_iters)
+        iter_num, run_id, val, logged, ran_with = (progress[k] for k in ("iter", "run_id", "val", "logged", "ran_with"))
+        totals += progress["totals"].to(device) if main_rank else 0
     compiled = torch.compile(model) if compiles else model
 
     def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
@@ -332,7 +264,7 @@ def main(held: ExitStack):
     step_model = wrap()
 
     # --- run folder
-    code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
+    code = config.versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
     origin = {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}
 
@@ -354,19 +286,7 @@ def main(held: ExitStack):
     if main_rank:
         if ckpt is None:
             held.enter_context(hold_folder(out_dir))
-            if nothing_trained(out_dir):
-                for name in config.RUN_FILES[:4]:
-                    (out_dir / name).unlink(missing_ok=True)
-            config.refuse_another_run(out_dir)
-        elif source == previous and newest.exists():
-            with config.writing(out_dir):
-                newest.replace(out_dir / "ckpt.bad.pt")  # else the next checkpoint would keep it as the previous one
-        try:
-            for stale in (out_dir / f"{name}.tmp" for name in config.RUN_FILES):
-                if stale.exists():
-                    stale.unlink()
-        except OSError as e:
-            raise BadInput(f"cannot clear {stale}, left by a killed run: {e.strerror}; remove it, or name another --out_dir") from None
+        clear_folder(out_dir, source)
         wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
     ckpt = None  # frees the copy
     if iter_num == 0:
@@ -374,24 +294,12 @@ def main(held: ExitStack):
     if main_rank:
         size = sum(p.numel() for p in model.parameters())
         header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
-        lines = config.log_until(out_dir / "metrics.jsonl", iter_num)
-        if iter_num and not lines:
-            print(f"train.py: {out_dir}/metrics.jsonl is gone; the log begins anew at step {iter_num}", file=sys.stderr)
-        elif iter_num and len(lines) - 1 < logged:
-            print(f"train.py: {out_dir}/metrics.jsonl has {len(lines) - 1} lines up to step {iter_num} of {logged}", file=sys.stderr)
-        lines, logged = lines or [json.dumps(header)], max(0, len(lines) - 1)
-        if iter_num and (changed := {k: v for k, v in code.items() if ran_with.get(k, "unknown") != v}):
-            told = ", ".join(f"{k} {v} in place of {ran_with.get(k, 'unknown')}" for k, v in changed.items())
-            print(f"train.py: going on with {told}: not the same run to the bit", file=sys.stderr)
-            header = json.loads(lines[0])
-            lines[0] = json.dumps(header | {"resumed": [*header.get("resumed", []), {"iter": iter_num, "versions": code}]})
-        with atomic_write(out_dir / "metrics.jsonl", "w") as f:
-            f.writelines(line + "\n" for line in lines)
+        lines = begin_log(out_dir / "metrics.jsonl", header, iter_num, logged, ran_with)
+        logged, recent = len(lines) - 1, deque([x for line in lines if (x := line.get("train/loss")) is not None], maxlen=20)
         with atomic_write(out_dir / "tokenizer.model") as f:
             f.write((folder / corpus["tokenizer"]).read_bytes())
         with atomic_write(out_dir / "config.json", "w") as f:
             f.write(json.dumps(asdict(cfg), indent=1) + "\n")
-        recent = deque([x for text in lines if (x := json.loads(text).get("train/loss")) is not None], maxlen=20)
         with config.writing(out_dir / "metrics.jsonl"):
             metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
         kind = f"{str(dtype).removeprefix('torch.')} on {code['device']}"

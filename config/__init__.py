@@ -209,6 +209,25 @@ def log_until(path: Path, step: int) -> list[str]:
     return lines
 
 
+def corpora() -> list[str]:
+    """Names of the corpora that can be prepared: code in a folder of any other place, which a checkpoint may name too, is not run."""
+    return sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
+
+
+def model_file(path: str | Path) -> Path:
+    """The model file that `path` means: itself, or of a run folder the first of folded.pt, model.pt, ckpt.pt. BadInput."""
+    path = Path(path)
+    files = [path / name for name in ("folded.pt", "model.pt", "ckpt.pt")] if path.is_dir() else [path]
+    for file in files:
+        if file.exists():
+            return file
+    raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it" if path.is_dir() else f"no model file {path}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# where a run is: among ranks, on a device, of a commit
+
+
 def place_among_ranks() -> tuple[int, int, int]:
     """(rank, ranks, local rank) as torchrun tells them; (0, 1, 0) without it. Raises: BadInput if only some of it is told."""
     names, env = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), os.environ
@@ -223,21 +242,6 @@ def place_among_ranks() -> tuple[int, int, int]:
         wrong = f"but no {', '.join(missing)}" if missing else "which is no place among ranks"
         raise BadInput(f"the environment has {', '.join(told)}, {wrong}; start with torchrun, or unset them") from None
     return rank, ranks, local
-
-
-def corpora() -> list[str]:
-    """Names of the corpora that can be prepared: code in a folder of any other place, which a checkpoint may name too, is not run."""
-    return sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
-
-
-def model_file(path: str | Path) -> Path:
-    """The model file that `path` means: itself, or of a run folder the first of folded.pt, model.pt, ckpt.pt. BadInput."""
-    path = Path(path)
-    files = [path / name for name in ("folded.pt", "model.pt", "ckpt.pt")] if path.is_dir() else [path]
-    for file in files:
-        if file.exists():
-            return file
-    raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it" if path.is_dir() else f"no model file {path}")
 
 
 def keep_freed_memory():
@@ -260,6 +264,31 @@ def bfloat16_pays(device_type: str, n_embd: int) -> bool:
     return device_type == "cuda" or (n_embd >= 256 and torch.cpu._is_avx512_bf16_supported())
 
 
+def pick_device(cfg, local_rank: int):
+    """(torch.device, torch.dtype) that a run asks for. Raises: BadInput, with what works, if there is none such."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    name = cfg.device if cfg.device != "auto" else "cuda" if gpu else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        bf16 = torch.cuda.is_bf16_supported()
+    else:
+        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if cfg.dtype == "bfloat16" and not bf16:
+        raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
+    pays = bf16 and bfloat16_pays(device.type, cfg.n_embd)
+    dtype = ("bfloat16" if pays else "float32") if cfg.dtype == "auto" else cfg.dtype
+    return device, getattr(torch, dtype)
+
+
 def processor(device) -> str:
     """Name of a torch.device's hardware."""
     import torch
@@ -280,6 +309,15 @@ def commit() -> str | None:
         return found + ("-dirty" if subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True).stdout else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def versions(device) -> dict:
+    """Code and software that make a run, and the hardware that it is on."""
+    import numpy as np
+    import torch
+
+    return {"commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
+            "device": processor(device), "threads": torch.get_num_threads()}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def material(tmp_path_factory):
         prepare(lambda: [(text[:4000], True)], lambda: [(held_out[:400], True)], corpus, VOCAB, "two modules")
     patch = pytest.MonkeyPatch()
     patch.setattr(train, "measure_peak", lambda device, dtype: 1e12)  # a third of a second
-    patch.setattr(train, "commit", lambda: None)
+    patch.setattr("config.commit", lambda: None)
     patch.setattr(os, "fsync", lambda handle: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

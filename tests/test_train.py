@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -14,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 
-from config import Config
+from config import Config, pick_device
 from model import Transformer
 
 
@@ -61,10 +60,9 @@ def test_validation_is_the_whole_split(reference, corpus):
 def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
     """A CPU without instructions for it computes it several times slower than float32."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
-    pick = runpy.run_path(str(ROOT / "train.py"), run_name="train")["pick_device"]
     computes = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for width, dtype in ((128, torch.float32), (256, torch.bfloat16 if native and computes else torch.float32)):
-        assert pick(Config(device="cpu", n_embd=width), 0) == (torch.device("cpu"), dtype)
+        assert pick_device(Config(device="cpu", n_embd=width), 0) == (torch.device("cpu"), dtype)
 
 
 def test_diagnostics_are_what_they_say(reference):
