@@ -296,13 +296,14 @@ def main(held: ExitStack):
         header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
         lines = begin_log(out_dir / "metrics.jsonl", header, iter_num, logged, ran_with)
         logged, recent = len(lines) - 1, deque([x for line in lines if (x := line.get("train/loss")) is not None], maxlen=20)
+        del lines  # long, in a long run
         with atomic_write(out_dir / "tokenizer.model") as f:
             f.write((folder / corpus["tokenizer"]).read_bytes())
         with atomic_write(out_dir / "config.json", "w") as f:
             f.write(json.dumps(asdict(cfg), indent=1) + "\n")
         with config.writing(out_dir / "metrics.jsonl"):
             metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
-        kind = f"{str(dtype).removeprefix('torch.')} on {code['device']}"
+        kind = f"{str(dtype).removeprefix('torch.')} on {code['processor']}"
         print(
             f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens from {corpus['source']}; {kind}; writing {out_dir}"
         )

@@ -193,15 +193,16 @@ def log_until(path: Path, step: int) -> list[str]:
     lines, before, beyond, pieces = [], -1, 0, path.read_bytes().split(b"\n") if path.exists() else []
     for number, piece in enumerate(pieces, 1):
         try:
-            line = json.loads(piece)
+            text = piece.decode()
+            line = json.loads(text)
             at, fine = line.get("iter", 0), type(line.get("train/loss")) in (int, float, type(None)) and (number > 1 or "settings" in line)
-            fine = fine and type(at) is int
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            fine = fine and type(at) is int and all(type(again["iter"]) is int for again in line.get("resumed", []))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             fine = False
         if fine and at > step:
             beyond = beyond or number  # where those begin that will be logged again, whatever they say
         elif fine and before < at and not beyond:
-            lines.append(piece.decode())
+            lines.append(text)
             before = at
         elif fine or not (beyond or number == len(pieces)):
             line = beyond or number
@@ -290,7 +291,7 @@ def pick_device(cfg, local_rank: int):
 
 
 def processor(device) -> str:
-    """Name of a torch.device's hardware."""
+    """Name of a torch.device's hardware; of a CPU its architecture, where the system tells no more."""
     import torch
 
     if device.type == "cuda":
@@ -317,7 +318,8 @@ def versions(device) -> dict:
     import torch
 
     return {"commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version(),
-            "device": processor(device), "threads": torch.get_num_threads()}  # fmt: skip
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "processor": processor(device), "threads": torch.get_num_threads()}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------

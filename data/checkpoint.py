@@ -50,7 +50,7 @@ def restore(optimizer, ckpt: dict, source: Path, max_iters: int) -> dict:
         needed = {p for p in optimizer.param_groups[0]["params"] if step} | set(optimizer.state)  # a gain may not have trained yet
         if wrong := [p.shape for p in needed if not fits_adamw(optimizer.state[p], p)]:
             raise ValueError(f"optimizer state of a parameter {tuple(wrong[0])}")
-        fine = totals.shape == (3,) and totals.isfinite().all() and type(logged) is int
+        fine = totals.shape == (3,) and totals.is_floating_point() and totals.isfinite().all() and type(logged) is int
         fine = fine and all(type(v) in (str, int, type(None)) and str(v).isprintable() for v in ran_with.values())
         if not (fine and 0 <= step <= max_iters and type(run_id) is str and type(val) is dict):
             raise ValueError("progress")
@@ -66,7 +66,7 @@ def clear_folder(out_dir: Path, source: Path | None):
     newest = out_dir / "ckpt.pt"
     if source is None:
         if nothing_trained(out_dir):
-            for name in RUN_FILES[:4]:
+            for name in reversed(RUN_FILES[:4]):  # ckpt.pt last: killed in between, this is done again
                 (out_dir / name).unlink(missing_ok=True)
         refuse_another_run(out_dir)
     elif source != newest and newest.exists():
@@ -88,12 +88,12 @@ def begin_log(path: Path, header: dict, step: int, logged: int, ran_with: dict) 
         print(f"train.py: {path} is gone; the log begins anew at step {step}", file=sys.stderr)
     elif step and len(lines) - 1 < logged:
         print(f"train.py: {path} has {len(lines) - 1} lines up to step {step} of {logged}", file=sys.stderr)
-    lines = lines or [header]
-    versions = header["versions"]
+    lines, versions = lines if step and lines else [header], header["versions"]
+    lines[0]["resumed"] = [r for r in lines[0].get("resumed", []) if r["iter"] < step]  # what others went on with was lost with them
     if step and (changed := {k: v for k, v in versions.items() if ran_with.get(k, "unknown") != v}):
         told = ", ".join(f"{k} {v} in place of {ran_with.get(k, 'unknown')}" for k, v in changed.items())
         print(f"train.py: going on with {told}: not the same run to the bit", file=sys.stderr)
-        lines[0] = lines[0] | {"resumed": [*lines[0].get("resumed", []), {"iter": step, "versions": versions}]}
+        lines[0]["resumed"].append({"iter": step, "versions": versions})
     with atomic_write(path, "w") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
     return lines

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from data import prepare  # noqa: E402
 from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
 
 torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
 # the same examples each run, without a folder of old failures
 settings.register_profile("repository", max_examples=40, deadline=None, derandomize=True, database=None)
@@ -81,6 +83,12 @@ def tiny(variant: str = "rmsnorm", seed: int = 0, dtype=torch.float64, phase: st
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.37, "scale": 0.0}[phase])
     return model
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The global stream: which tests ran before in this process is no matter."""
+    torch.manual_seed(0)
 
 
 def tokens(*shape, seed: int = 0, vocab: int = 61) -> torch.Tensor:

@@ -29,11 +29,6 @@ IDS = torch.tensor([[0, 3, 1, 4, 10], [2, 7, 1, 8, 2]])
 X = torch.randn(2, T, D, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def norms_left(model) -> int:
     return sum(isinstance(m, nn.LayerNorm | nn.GroupNorm) for m in model.modules())
 

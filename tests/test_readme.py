@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -83,13 +82,16 @@ def test_the_demo(tmp_path):
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     (command,) = [line for block in BLOCKS["sh"] for line in block.splitlines() if "config/demo.py" in line and "&&" in line]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    began = time.perf_counter()
-    done = subprocess.run(command.split("&&", 1)[1], shell=True, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 240  # twice what it takes on two idle cores
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
+    began, said = time.perf_counter(), tmp_path / "said"
+    with said.open("w") as f:
+        process = subprocess.Popen(command.split("&&", 1)[1], shell=True, cwd=tmp_path / "clone", env=env, stdout=f, stderr=f)
+        _, status, used = os.wait4(process.pid, 0)
+    said = said.read_text()
+    assert status == 0, said
+    assert time.perf_counter() - began < 480  # four times what it takes on two idle cores: other tests may run beside it
+    assert used.ru_maxrss < 2 * 2**20
     out = tmp_path / "clone/out/demo"
     assert {"unfused.pt", "folded.pt", "ckpt.pt"} <= {p.name for p in out.iterdir()}
     gates = [float(g) for g in re.findall(r'"gate": ([\d.e-]+)', (out / "metrics.jsonl").read_text())]
     assert gates[0] == 1.0 and gates[-1] == 0.0 and any(0 < g < 1 for g in gates)
-    assert "| batch x seq |" in done.stdout and done.stdout.rstrip().endswith("}")
+    assert "| batch x seq |" in said and said.rstrip().endswith("}")

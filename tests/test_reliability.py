@@ -354,7 +354,7 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     """Rank 1 is killed at an update: torchrun starts both again, which go on and end as the uninterrupted run."""
     knobs = {**SHORT, **TWO}
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
     fault = {"at": "before", "n": 13, "do": "kill", "rank": 1, "once": str(tmp_path / "happened")}
     again = flags(tmp_path / "again", corpus, **knobs, init_from="auto")
     process = launch(*again, ranks=2, restarts=2, fault=fault, stdout=-1, stderr=-2)
@@ -368,7 +368,7 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
 def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
     """Within seconds, with the traceback of the one that failed first."""
     knobs = {**SHORT, **TWO, "max_iters": 10**6, "gate_end": 10**6, "ckpt_interval": 10**6, "eval_interval": 10**6}
-    fault = {"at": "before", "n": 40, "do": "ECHILD", "rank": rank, "once": str(tmp_path / "happened")}
+    fault = {"at": "before", "n": 40, "do": "error", "rank": rank, "once": str(tmp_path / "happened")}
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
     while not (tmp_path / "happened").exists():
         assert process.poll() is None
@@ -376,7 +376,7 @@ def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
     began = time.perf_counter()
     said = process.communicate(timeout=60)[0]
     print(f"down after {time.perf_counter() - began:.1f} s")
-    assert process.returncode != 0 and "ChildProcessError" in said and "tests/faults.py" in said
+    assert process.returncode != 0 and "RuntimeError: a bug" in said and "tests/faults.py" in said
 
 
 # --- determinism
@@ -418,9 +418,9 @@ def test_a_signal_while_the_ranks_agree_counts_at_the_next_step(corpus, tmp_path
         assert process.returncode != 0 and "stopped by SIGTERM at step 8" in said and f'File "{ROOT}/train.py' not in said, said
         assert final(tmp_path / f"{rank}")["progress"]["iter"] == 8
     process = launch("--init_from=resume", f"--out_dir={tmp_path}/1", ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
     assert_same_run(tmp_path / "run", tmp_path / "1")
 
 
@@ -438,7 +438,7 @@ def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
     )
     before = {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
     process = launch("--init_from=resume", "--out_dir=run", ranks=2, script=tmp_path / "apart.py", stdout=-1, stderr=-2)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode != 0 and f'File "{ROOT}/train.py' not in said, said
     assert "the ranks found checkpoints of steps 20 to 24 in run: it was being written; start again" in said
     assert before == {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
@@ -456,7 +456,16 @@ def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "line, n", [(b"\xff\n", 4), (b"[1]\n", 4), (b"{\n", 6), (b'{"iter": 92}\n', 5), (b'{"iter": 9, "train/loss": "x"}\n', 4)]
+    "line, n",
+    [
+        (b"\xff\n", 4),
+        (b"[1]\n", 4),
+        (b"{\n", 6),
+        (b'{"iter": 92}\n', 5),
+        (b'{"iter": 9, "train/loss": "x"}\n', 4),
+        (b'\xef\xbb\xbf{"iter": 9}\n', 4),
+        (b'{"iter": 9, "x": "\xed\xa0\x80"}\n', 4),
+    ],
 )
 def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
     shutil.copytree(short, out := tmp_path / "run")
@@ -573,7 +582,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
     (tmp_path / "signalling.py").write_text(code)
     process = launch(*flags(out, corpus, **SHORT), script=tmp_path / "signalling.py", stdout=-1, stderr=-2)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == status, said
     assert final(out)["progress"]["iter"] == (7 if status == 143 else 5)
 
@@ -636,20 +645,34 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
     assert "holds another run" in refused(capsys, *flags(tmp_path / "logged", corpus, **SHORT))
 
 
-def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, capsys):
+def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     dead = launch(*flags(out, corpus, **SHORT), fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
     capsys.readouterr()
-    train(*resume(out), "--dtype=float64")
-    assert "going on with dtype float64 in place of float32: not the same run to the bit" in capsys.readouterr().err
+    for _ in range(2):  # what the first of these does is lost
+        dead = launch(*resume(out), "--dtype=float64", fault={"at": "before", "n": 3, "do": "kill"}, stdout=-3, stderr=-3)
+        assert dead.wait() == -signal.SIGKILL
+    monkeypatch.setattr("config.processor", lambda device: "another")
+    train(*resume(out))
+    assert "going on with processor another in place of " in (error := capsys.readouterr().err) and "not the same run to the bit" in error
     (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
-    assert again["iter"] == 15 and again["versions"]["dtype"] == "float64"
+    assert again["iter"] == 15 and (again["versions"]["dtype"], again["versions"]["processor"]) == ("float32", "another")
+
+
+def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
+    """Killed behind its first log lines and before its first checkpoint: whoever begins again is who made the run."""
+    argv = flags(tmp_path / "run", corpus, **SHORT, init_from="auto")
+    dead = launch(*argv, fault={"at": "before", "n": 5, "do": "kill"}, stdout=-3, stderr=-3)
+    assert dead.wait() == -signal.SIGKILL and final(tmp_path / "run")["progress"]["iter"] == 0
+    train(*argv, "--dtype=float64")
+    head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert head["versions"]["dtype"] == "float64" and head["resumed"] == []
 
 
 @pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
     process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
                      stdout=-1, stderr=-1)  # fmt: skip
-    said, error = process.communicate(timeout=120)
+    said, error = process.communicate(timeout=300)
     assert process.returncode == 0 and r"\xe9" in said and "Traceback" not in error
