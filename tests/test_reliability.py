@@ -637,7 +637,19 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
         assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **SHORT, batch_size=8))
     assert (out / "folded.pt").read_bytes() == b"of another time" and final(out)["progress"]["iter"] == 0
     assert "batch_size=4 differs from 8" in refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
-    train(*flags(out, corpus, **SHORT, init_from="auto" if step else "scratch"))
+    gone, unlink = [], Path.unlink
+
+    def ended(path, **more):  # when the first file of the old run is cleared
+        if path.parent == out and gone:
+            raise KeyboardInterrupt
+        gone.extend([path] * (path.parent == out))
+        unlink(path, **more)
+
+    argv = flags(out, corpus, **SHORT, init_from="auto" if step else "scratch")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", ended)
+        assert train(*argv, expect=None) == 130 and gone
+    train(*argv)
     assert_same_run(short, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
     dead = launch(*flags(tmp_path / "logged", corpus, **SHORT), fault={"at": "before", "n": 4, "do": "kill"}, stdout=-3, stderr=-3)
