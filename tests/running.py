@@ -31,6 +31,7 @@ def train(*argv, expect=0, program="train.py"):
         status = e.code
     finally:
         sys.argv = saved
+        torch.set_flush_denormal(False)  # train.py's own, for its process
         for s, handler in handlers.items():
             signal.signal(s, handler)
     assert expect is None or status == expect

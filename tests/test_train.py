@@ -186,6 +186,18 @@ def test_compiled_run_agrees(corpus, tmp_path):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
 
 
+def test_subnormal_numbers_are_zero_in_a_step(corpus, tmp_path, monkeypatch):
+    step, seen = torch.optim.AdamW.step, []
+
+    def look(*args, **more):
+        seen.append((torch.full((1 << 16,), 1e-39) * 1.0).count_nonzero().item())
+        return step(*args, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    train(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16))
+    assert seen == [0] * 16
+
+
 def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
     knobs = dict(learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, log_interval=2, ckpt_interval=1)
     status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
