@@ -4,14 +4,16 @@
     python scripts/peers.py --nanogpt=../nanoGPT             # ... and against the model.py of a nanoGPT checkout
     python scripts/peers.py --mode=decode                    # a token at a time, the same weights; or --mode=prefill
 
-Needs transformers. Each contestant is a process of its own, so that each has its own allocator settings, threads and
-peak memory; they take turns of one step, or of as many as fill 0.2 s, one at work at a time, in a fresh random order each
-round. All are started anew several times: a process can have a luck of its own (results/speed.md has a case). A ratio is the
-median over all rounds of (this / our best), both of the same round, with its quartiles: above 1 it takes longer than ours.
-Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
+Needs transformers; litgpt takes part where it is installed. Each contestant is a process of its own, so that each has its own
+allocator settings, threads and peak memory; they take turns of one step, or of as many as fill 0.2 s, one at work at a time, in
+a fresh random order each round. All are started anew several times: a process can have a luck of its own (results/speed.md has a
+case). A ratio is the median over all rounds of (this / our best), both of the same round, with its quartiles: above 1 it takes
+longer than ours. Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
 
 "HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
 gradient clipping. "HF tuned" is the same with this repository's one setting outside the model, `keep_freed_memory`.
+"litgpt" is its GPT in the same plain loop with its own chunked loss, and its own `generate`; a prefill computes the logits
+of all positions there.
 """
 
 import importlib.util
@@ -26,6 +28,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,6 +38,7 @@ from model import TOLERANCE, ModelConfig, ModelError, Transformer
 from scripts.parts import training_step
 from scripts.turns import release_garbage, resident_peak, take_turns
 
+LITGPT = importlib.util.find_spec("litgpt") is not None
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
 
 
@@ -97,6 +101,32 @@ def as_llama(model: Transformer, attention: str = "sdpa"):
     return llama
 
 
+def as_litgpt(model: Transformer):
+    """litgpt's GPT with the weights of a plain RMSNorm model, in eval mode."""
+    import litgpt
+
+    c = model.config
+    gpt = litgpt.GPT(litgpt.Config(
+        block_size=c.block_size, vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_query_groups=c.n_kv_head, n_embd=c.n_embd, intermediate_size=c.hidden, rotary_percentage=1.0, rope_base=c.rope_base,
+        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=c.norm_eps, mlp_class_name="LLaMAMLP")).eval()  # fmt: skip
+    state = {"lm_head": model.head()[0], "transformer.wte": model.tok_emb.weight, "transformer.ln_f": model.norm_final.weight}
+    for i, b in enumerate(model.blocks):
+        gate, up = b.mlp.gate_up.weight.chunk(2)
+        ours = {"norm_1": b.norm_attn.weight, "attn.qkv": b.attn.qkv.weight, "attn.proj": b.attn.proj.weight,
+                "norm_2": b.norm_mlp.weight, "mlp.fc_1": gate, "mlp.fc_2": up, "mlp.proj": b.mlp.down.weight}  # fmt: skip
+        state |= {f"transformer.h.{i}.{name}": w for name, w in ours.items()}
+    try:
+        gpt.load_state_dict({f"{name}.weight": w for name, w in state.items()})
+    except RuntimeError as e:
+        raise BadInput(
+            f"this litgpt names its weights otherwise ({str(e).splitlines()[-1].strip()}); uninstall it, or install 0.5.13"
+        ) from None
+    if c.tie_embeddings:
+        gpt.lm_head.weight = gpt.transformer.wte.weight
+    return gpt
+
+
 # ---------------------------------------------------------------------------------------------------------
 # contestants: name -> () that does the work once
 
@@ -147,6 +177,15 @@ def train_hf(k, width, dtype, how):
     return plain_step(llama, lambda x, y: forward(input_ids=x, labels=x).loss, torch.optim.AdamW(llama.parameters(), lr=1e-4), k, dtype)
 
 
+def train_litgpt(k, width, dtype, how):
+    from litgpt.utils import chunked_cross_entropy
+
+    gpt = as_litgpt(seeded(k, width)).train()
+    forward = torch.compile(gpt) if how else gpt
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4)
+    return plain_step(gpt, lambda x, y: chunked_cross_entropy(forward(x), y), optimizer, k, dtype)
+
+
 def train_nanogpt(k, width, dtype, how):
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(k.nanogpt) / "model.py")
     theirs = importlib.util.module_from_spec(spec)
@@ -174,6 +213,12 @@ def prefill_hf(k, width, dtype, how):
     return torch.inference_mode()(lambda: forward(idx, logits_to_keep=1, use_cache=False).logits)
 
 
+def prefill_litgpt(k, width, dtype, how):
+    gpt, idx = as_litgpt(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, k.seq)
+    forward = torch.compile(gpt, dynamic=False) if how else gpt
+    return torch.inference_mode()(lambda: forward(idx)[:, -1:])
+
+
 def decode_ours(k, width, dtype, how):
     model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, 8)
     return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=bool(how))
@@ -190,16 +235,28 @@ def decode_hf(k, width, dtype, how):
     return lambda: llama.generate(idx, **options)
 
 
+def decode_litgpt(k, width, dtype, how):
+    from litgpt.generate import base
+
+    gpt, idx = as_litgpt(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, 8)
+    gpt.max_seq_length = idx.shape[1] + k.new_tokens
+    gpt.set_kv_cache(1, dtype=getattr(torch, dtype))
+    if "compiled" in how:
+        base.next_token = torch.compile(base.next_token, mode="reduce-overhead")  # as its own generate script does
+    return lambda: base.generate(gpt, idx[0], gpt.max_seq_length, temperature=0.0)[None]
+
+
 def contestants(k: Peers) -> dict[str, tuple]:
     """{name: (function that makes the step, dtype, how, whether freed memory is kept)}; ours first."""
     hows = ("", "compiled") if k.compiled else ("",)
-    ours, hf, theirs = {
-        "train": (train_ours, train_hf, hows),
-        "prefill": (prefill_ours, prefill_hf, hows),
-        "decode": (decode_ours, decode_hf, ("", "static cache", "compiled static cache")[: 3 if k.compiled else 2]),
+    ours, hf, lit, theirs = {
+        "train": (train_ours, train_hf, train_litgpt, hows),
+        "prefill": (prefill_ours, prefill_hf, prefill_litgpt, hows),
+        "decode": (decode_ours, decode_hf, decode_litgpt, ("", "static cache", "compiled static cache")[: 3 if k.compiled else 2]),
     }[k.mode]
     cases = [("nanonorm", ours, how, True) for how in hows]
     cases += [(f"HF{' tuned' * tuned}", hf, how, tuned) for how in theirs for tuned in (False, True)]
+    cases += [("litgpt", lit, how, False) for how in hows if LITGPT]
     cases += [("nanoGPT", train_nanogpt, how, False) for how in hows if k.nanogpt and k.mode == "train"]
     return {" ".join(filter(None, (name, how, dtype))): (make, dtype, how, keeps) for name, make, how, keeps in cases for dtype in k.dtype}
 
@@ -229,20 +286,25 @@ def work(k: Peers, name: str, width: int):
 
 
 def compare(k: Peers, width: int):
-    """Print how far logits, loss and greedy tokens of Llama with the same weights are from ours. BadInput if further than rounding."""
+    """Print how far logits, loss and greedy tokens of the peers with the same weights are from ours. BadInput if further than rounding."""
     model, idx = seeded(k, width).eval(), prompt(k, k.seq + 1)
-    llama = as_llama(model)
-    with torch.no_grad():
-        ours, theirs = model(idx), llama(idx).logits
-        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-        loss = (model(idx[:, :-1], idx[:, 1:]).ce - llama(idx, labels=idx).loss).abs().item()
     few = replace(k, new_tokens=min(k.new_tokens, 32))
-    same = torch.equal(decode_ours(few, width, "float32", "")(), decode_hf(few, width, "float32", "")())
-    size, tokens = sum(p.numel() for p in model.parameters()) / 1e6, "are the same" if same else "DIFFER"
-    print(f"\nn_embd {width}: {size:.2f} M parameters. Llama with these weights, float32: logits {error:.0e} of their scale away,")
-    print(f"loss {loss:.0e} nats away, greedy tokens {tokens}")
-    if error > TOLERANCE[torch.float32] or loss > 1e-4 or not same:
-        raise BadInput("the two are not the same function, so their speeds mean nothing together")
+    tokens = decode_ours(few, width, "float32", "")()
+    print(
+        f"\nn_embd {width}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters. The same weights in float32, beside ours:"
+    )
+    with torch.no_grad():
+        ours, loss, llama = model(idx), model(idx[:, :-1], idx[:, 1:]).ce, as_llama(model)
+        peers = {"HF": (llama(idx).logits, llama(idx, labels=idx).loss, decode_hf)}
+        if LITGPT:
+            logits = as_litgpt(model)(idx)
+            peers["litgpt"] = (logits, F.cross_entropy(logits[0, :-1], idx[0, 1:]), decode_litgpt)
+    for name, (logits, theirs, decode) in peers.items():
+        error, same = ((ours - logits).abs().max() / logits.abs().max()).item(), torch.equal(tokens, decode(few, width, "float32", "")())
+        off, greedy = (loss - theirs).abs().item(), "are the same" if same else "DIFFER"
+        print(f"{name}: logits {error:.0e} of their scale away, loss {off:.0e} nats away, greedy tokens {greedy}")
+        if error > TOLERANCE[torch.float32] or off > 1e-4 or not same:
+            raise BadInput("the two are not the same function, so their speeds mean nothing together")
 
 
 def measure(k: Peers, width: int) -> list[dict]:

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,9 @@ def test_peers_times_llama_beside_us(mode):
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     names = {r["name"] for r in report["rows"]}
-    assert names >= {"nanonorm float32", "HF float32", "HF tuned float32"}
+    assert names >= {"nanonorm float32", "HF float32", "HF tuned float32"} | ({"litgpt float32"} if find_spec("litgpt") else set())
     assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in report["rows"])
-    assert "greedy tokens are the same" in run.stdout
+    assert run.stdout.count("greedy tokens are the same") == (2 if find_spec("litgpt") else 1)
 
 
 @pytest.mark.parametrize(
