@@ -170,8 +170,8 @@ def make_step(model: nn.Module, mode: str, batch: int, seq: int, seed: int):
     if mode == "prefill":
         return (lambda: None), (lambda: model(idx, last_only=True))
     cache = KVCache(model, batch, seq)  # seq - 1 tokens seen; the new one makes seq
-    cache.k.normal_(generator=rng)
-    cache.v.normal_(generator=rng)
+    for t in cache.k + cache.v:
+        t.normal_(generator=rng)
     return (lambda: cache.pos.fill_(seq - 1)), (lambda: model(idx, cache=cache, last_only=True))
 
 

@@ -450,12 +450,13 @@ def rope_tables(c: ModelConfig, device) -> torch.Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, preallocated; `pos` (0-dim tensor) is how many there are."""
+    """Keys and values of the tokens seen so far, preallocated: k and v hold (B, K, length, C) for each layer; `pos` (0-dim tensor)
+    is how many tokens. A tensor of all layers would be copied in every one by the compiler, which cannot write into a slice."""
 
     def __init__(self, model: "Transformer", batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
-        self.k = torch.zeros(c.n_layer, batch, c.n_kv_head, length, c.head_dim, device=w.device, dtype=w.dtype)
-        self.v = torch.zeros_like(self.k)
+        shape = (batch, c.n_kv_head, length, c.head_dim)
+        self.k, self.v = ([torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)] for _ in "kv")
         self.pos = torch.zeros((), dtype=torch.long, device=w.device)
         self.columns = torch.arange(length, device=w.device)
 
@@ -756,7 +757,8 @@ class Transformer(nn.Module):
         decode = self
         if compile:
             torch._dynamo.config.recompile_limit = 256  # dynamo counts other models and shapes as recompilations, and gives up after 8
-            decode = torch.compile(self, fullgraph=True, dynamic=False)
+            options = {"cpp_wrapper": True} if idx.device.type == "cpu" else None  # kernels are called from C++ then, not from Python
+            decode = torch.compile(self, fullgraph=True, dynamic=False, options=options)
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > size:
                 start, fresh = idx.shape[1] - max(1, size // 2), True

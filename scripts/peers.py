@@ -11,7 +11,8 @@ case). A ratio is the median over all rounds of (this / our best), both of the s
 longer than ours. Before anything is timed, logits, loss and greedy tokens of the same weights are compared.
 
 "HF" is a plain loop around transformers' LlamaForCausalLM: its own attention ("sdpa"), torch's AdamW as it comes,
-gradient clipping. "HF tuned" is the same with this repository's one setting outside the model, `keep_freed_memory`.
+gradient clipping. "HF tuned" is the same with this repository's settings outside the model: `keep_freed_memory`, and
+the compiler's `cpp_wrapper` where generate() has it.
 "litgpt" is its GPT in the same plain loop with its own chunked loss, and its own `generate`; a prefill computes the logits
 of all positions there.
 """
@@ -270,6 +271,7 @@ def work(k: Peers, name: str, width: int):
     make, dtype, how, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()  # first of all, as a program does: it decides where the weights come to lie
+        torch._inductor.config.cpp_wrapper = k.mode == "decode"  # as generate() has it
     step = make(k, width, dtype, how)
     release_garbage()
     if "compiled" in how:

@@ -268,6 +268,19 @@ def test_compiled_generation_says_the_same():
     assert torch.equal(model.generate(prompt, 20, temperature=0, compile=True), model.generate(prompt, 20, temperature=0))
 
 
+@pytest.mark.slow
+def test_a_compiled_step_copies_no_cache():
+    from torch._inductor.utils import run_and_get_code  # seconds to import
+
+    model = tiny("rmsnorm", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        cache, new = KVCache(model, 2, 16), tokens(2, 1)
+        code = run_and_get_code(torch.compile(model, fullgraph=True), new, cache=cache, last_only=True)[1]
+    shape = str(tuple(cache.k[0].shape))
+    assert shape in "".join(code)  # as an input
+    assert f"empty_strided_cpu({shape}" not in "".join(code)
+
+
 def test_generate_is_reproducible_by_seed_and_leaves_the_global_stream_and_the_mode_alone():
     model, prompt = tiny("rmsnorm", std=0.1), tokens(2, 4)
     torch.manual_seed(1)
