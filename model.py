@@ -461,18 +461,23 @@ class KVCache:
         self.columns = torch.arange(length, device=w.device)
 
 
+# Narrower heads are padded to so many numbers for attention on a CPU: faster on an AMD EPYC, slower on an Intel Xeon (results/speed.md)
+CPU_INFO = Path("/proc/cpuinfo")
+PAD_HEADS_TO = 0 if CPU_INFO.exists() and "GenuineIntel" in CPU_INFO.read_text() else 16
+
+
 def attend(q, k, v, mask=None):
     """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C).
 
-    The CPU's kernel is fastest in float32 with 16 numbers a head (results/speed.md): without a mask, heads of up to 16 are cast,
-    and those below 16 padded in windows of 256 tokens and more.
+    The CPU's kernel is fastest in float32 for heads of up to 16 numbers, so without a mask they are cast, and in windows of 256
+    tokens and more padded to PAD_HEADS_TO.
     """
     T, C = q.shape[-2:]
     dtype, narrow = q.dtype, q.is_cpu and C <= 16 and mask is None
     if narrow:
         q, k, v = (upcast(t) for t in (q, k, v))
-    if narrow and C < 16 and T >= 256:
-        q, k, v = (F.pad(t, (0, 16 - C)) for t in (q, k, v))
+    if narrow and C < PAD_HEADS_TO and T >= 256:
+        q, k, v = (F.pad(t, (0, PAD_HEADS_TO - C)) for t in (q, k, v))
     with torch.autocast("cpu", enabled=False) if narrow and torch.is_autocast_enabled("cpu") else nullcontext():
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
     return y[..., :C].to(dtype)

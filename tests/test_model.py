@@ -44,6 +44,7 @@ from model import (
     ScaleAnchor,
     TaperNorm,
     Transformer,
+    attend,
     fold,
     head_loss,
     inverse_rms,
@@ -248,6 +249,17 @@ def test_cached_generation_is_full_recomputation_token_for_token(variant, form):
         assert len(wanted[:, prompt.shape[1] :].unique()) > 3  # not one token for ever
         assert torch.equal(model.generate(prompt, 30, temperature=0), wanted)
         assert torch.equal(model.generate(prompt, 30, temperature=0, use_cache=False), wanted)
+
+
+@pytest.mark.parametrize("padded", [0, 16])
+def test_narrow_heads_padded_or_not_attend_alike(monkeypatch, padded):
+    monkeypatch.setattr("model.PAD_HEADS_TO", padded)
+    q, k, v = (torch.randn(1, 2, 256, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(256, 256, dtype=torch.bool).triu(1), -math.inf)
+    wanted, got = scores.softmax(-1) @ v, attend(q, k, v)
+    assert scale_of_difference(got, wanted) <= EXACT
+    for a, b in zip(torch.autograd.grad(got.square().sum(), (q, k, v)), torch.autograd.grad(wanted.square().sum(), (q, k, v)), strict=True):
+        assert scale_of_difference(a, b) <= EXACT
 
 
 @given(cuts=st.sets(st.integers(1, 15)), variant=st.sampled_from(list(VARIANTS)), folded=st.booleans())
