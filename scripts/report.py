@@ -335,10 +335,12 @@ def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, list[R
 
 def residual_study(figures: Figures, name: str, rows: dict[str, list[Run]], tokens: int) -> tuple[list[str], dict[str, str]]:
     """(markdown, {variant: alpha})."""
-    measured, reasons, alphas, used = {}, {}, {}, set()
+    measured, reasons, alphas, used = {}, defaultdict(list), {}, set()
     for v, runs in rows.items():
         found = [stream_rms(r, tokens) for r in runs]
-        reasons |= {f"{r.folder}": f for r, f in zip(runs, found, strict=True) if isinstance(f, str)}
+        for r, why in zip(runs, found, strict=True):
+            if isinstance(why, str):
+                reasons[why].append(str(r.folder))
         if arrays := [f for f in found if not isinstance(f, str)]:
             measured[v] = np.array([values for values, _ in arrays])
             used |= {count for _, count in arrays}
@@ -351,7 +353,7 @@ def residual_study(figures: Figures, name: str, rows: dict[str, list[Run]], toke
         text += [markdown(["variant", "n", "mean alpha", *(f"block {i}" for i in layers)], table), "",
                  f"alpha: RMS of a token's stream before the MLP over that before attention; mean over the first "
                  f"{counts} validation tokens.", "", figures.residual(name, measured), ""]  # fmt: skip
-    return text + [f"Left out, {folder}: {why}" for folder, why in reasons.items()], alphas
+    return text + [f"Left out, {', '.join(folders)}: {why}" for why, folders in reasons.items()], alphas
 
 
 def section(figures: Figures, title: str, tag: str, group: list[Run], options: list[str], k: Report) -> list[str]:
@@ -403,9 +405,11 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
         vary, base, name = varying(runs), rows_at[steps]["baseline"], f"_{steps}{tag}"
         if "aux_weight" in vary:
             text += [f"### Lambda, {steps:,} steps", "", *lambda_study(figures, f"lambda{name}", runs, options, base)]
-        if schedule := [o for o in options if o in vary and o != "aux_weight"]:
-            what = "Schedule of the taper" if {"gate_start", "gate_end"} & set(schedule) else "Knobs of one variant"
-            text += [f"### {what}, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", runs, schedule, base)]
+        for reader in dict.fromkeys(READ_BY.values()):
+            if knobs := [o for o in options if o in vary and READ_BY.get(o) is reader]:
+                what = "Schedule of the taper" if {"gate_start", "gate_end"} & set(knobs) else ", ".join(knobs)
+                readers = [r for r in runs if any(o in r.point for o in knobs)]
+                text += [f"### {what}, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", readers, knobs, base)]
     return text
 
 
