@@ -14,9 +14,10 @@ longer than ours. Before anything is timed, logits, loss and greedy tokens of th
 gradient clipping. "HF tuned" is the same with this repository's settings outside the model: `keep_freed_memory`, and
 the compiler's `cpp_wrapper` where generate() has it.
 "litgpt" is its GPT in the same plain loop with its own chunked loss, and its own `generate`; a prefill computes the logits
-of all positions there.
+of all positions there. Its pins do not agree with requirements-dev.txt; what was measured is 0.5.13, installed with --no-deps.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -39,7 +40,7 @@ from model import TOLERANCE, ModelConfig, ModelError, Transformer
 from scripts.parts import training_step
 from scripts.turns import release_garbage, resident_peak, take_turns
 
-LITGPT = importlib.util.find_spec("litgpt") is not None
+LITGPT = importlib.metadata.version("litgpt") if importlib.util.find_spec("litgpt") else None
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
 
 
@@ -344,7 +345,8 @@ def main():
     keep_freed_memory()
     transformers = transformers_or_refuse()
     unit = {"train": "step", "prefill": "prompt", "decode": f"{k.new_tokens} tokens"}[k.mode]
-    print(f"machine  {machine(torch.device('cpu'))}; torch {torch.__version__}, transformers {transformers.__version__}")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, litgpt {LITGPT or 'not installed'}"
+    print(f"machine  {machine(torch.device('cpu'))}; {versions}")
     shape = f"{k.batch_size} x {k.block_size} tokens" if k.mode == "train" else f"batch 1, prompt of {k.seq if k.mode == 'prefill' else 8}"
     print(f"measure  {k.mode}, {shape}, n_layer {k.n_layer}, n_head {k.n_head}, vocabulary {k.vocab_size}")
     print(f"         {k.processes} processes of each, {k.iters} rounds each, taking turns")
@@ -360,7 +362,7 @@ def main():
             print(f"| {r['name']} | {r['ms']:.1f} | {r['tok_s']:,.0f} | {ratio} | {peak} |", flush=True)
         figures += rows
     report = json.dumps(dict(settings=asdict(k), machine=machine(torch.device("cpu")), torch=torch.__version__,
-                             transformers=transformers.__version__, rows=figures))  # fmt: skip
+                             transformers=transformers.__version__, litgpt=LITGPT, rows=figures))  # fmt: skip
     if k.out:
         with atomic_write(k.out, "w") as f:
             f.write(report + "\n")

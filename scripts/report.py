@@ -303,11 +303,11 @@ def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[st
             name_of = ", ".join([variant] + [f"lambda {weight:g}"] * (weight > 0) + said)
             points = over_common_seeds(grouped(same, lambda r: (r.settings.get(over),)), name_of, notes)
             for (x,), here in points.items():
-                cells = [len(here), seeds_text(here), spread([r.loss for r in here]), *gap_cells(here, base)]
+                cells = [len(here), seeds_text(here), spread([r.loss for r in here]), gap_cells(here, base)[1]]
                 table.append([variant, *(here[0].settings[k] for k in knobs), weight, *cells])
                 if over and (gaps := paired(here, base)):
                     curves[name_of].append((x, gaps))
-    head = ["variant", *knobs, "lambda", "n", "seeds", "val/loss", "gap, %", "gap by pairs, % (pairs)"]
+    head = ["variant", *knobs, "lambda", "n", "seeds", "val/loss", "gap by pairs, % (pairs)"]
     panel = ("gap to baseline, %", dict(curves), 0)
     picture = figures.study(name, f"{over}, optimizer step", [panel], log=False) if curves else ""
     return [markdown(head, table), "", picture, "", *notes, ""]
@@ -407,9 +407,10 @@ def section(figures: Figures, title: str, tag: str, group: list[Run], options: l
             text += [f"### Lambda, {steps:,} steps", "", *lambda_study(figures, f"lambda{name}", runs, options, base)]
         for reader in dict.fromkeys(READ_BY.values()):
             if knobs := [o for o in options if o in vary and READ_BY.get(o) is reader]:
-                what = "Schedule of the taper" if {"gate_start", "gate_end"} & set(knobs) else ", ".join(knobs)
+                what = "schedule" if "gate" in knobs[0] else knobs[0]
+                title = "Schedule of the taper" if what == "schedule" else ", ".join(knobs)
                 readers = [r for r in runs if any(o in r.point for o in knobs)]
-                text += [f"### {what}, {steps:,} steps", "", *schedule_study(figures, f"schedule{name}", readers, knobs, base)]
+                text += [f"### {title}, {steps:,} steps", "", *schedule_study(figures, what + name, readers, knobs, base)]
     return text
 
 
@@ -469,6 +470,7 @@ def main():
     with atomic_write(out / "report.md", "w") as f:
         f.write("\n".join(text).rstrip() + "\n")
     columns = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
+    columns += [n for n in differ if n in READ_BY and n not in columns]
     ends = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]
     rows = [[r.folder, r.variant, r.seed, *(r.settings[c] for c in columns), *(r.lines[-1].get(e) for e in ends)] for r in runs]
     figures.write("runs.csv", [["folder", "variant", "seed", *columns, *ends], *rows])

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 
 from config import Config, pick_device
 from model import Transformer
@@ -186,16 +186,21 @@ def test_compiled_run_agrees(corpus, tmp_path):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
 
 
-def test_subnormal_numbers_are_zero_in_a_step(corpus, tmp_path, monkeypatch):
-    step, seen = torch.optim.AdamW.step, []
-
-    def look(*args, **more):
-        seen.append((torch.full((1 << 16,), 1e-39) * 1.0).count_nonzero().item())
-        return step(*args, **more)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", look)
-    train(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16))
-    assert seen == [0] * 16
+def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):
+    (tmp_path / "looking.py").write_text(f"""
+import runpy, sys, torch
+step = torch.optim.AdamW.step
+def look(*args, **more):
+    print("subnormal" if (torch.full((1 << 20,), 1e-39) * 1.0).any() else "zero")
+    step(*args, **more)
+torch.optim.AdamW.step = look
+sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    process = launch(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), script=tmp_path / "looking.py", env=env, stdout=-1)
+    lines = process.communicate(timeout=300)[0].splitlines()
+    assert process.returncode == 0 and lines.count("zero") == 16 and "subnormal" not in lines
 
 
 def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
