@@ -121,9 +121,7 @@ def as_litgpt(model: Transformer):
     try:
         gpt.load_state_dict({f"{name}.weight": w for name, w in state.items()})
     except RuntimeError as e:
-        raise BadInput(
-            f"this litgpt names its weights otherwise ({str(e).splitlines()[-1].strip()}); uninstall it, or install 0.5.13"
-        ) from None
+        raise BadInput(f"this litgpt names its weights otherwise ({str(e).splitlines()[-1].strip()}); install 0.5.13") from None
     if c.tie_embeddings:
         gpt.lm_head.weight = gpt.transformer.wte.weight
     return gpt
@@ -293,9 +291,8 @@ def compare(k: Peers, width: int):
     model, idx = seeded(k, width).eval(), prompt(k, k.seq + 1)
     few = replace(k, new_tokens=min(k.new_tokens, 32))
     tokens = decode_ours(few, width, "float32", "")()
-    print(
-        f"\nn_embd {width}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters. The same weights in float32, beside ours:"
-    )
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"\nn_embd {width}: {size:.2f} M parameters. The same weights in float32, beside ours:")
     with torch.no_grad():
         ours, loss, llama = model(idx), model(idx[:, :-1], idx[:, 1:]).ce, as_llama(model)
         peers = {"HF": (llama(idx).logits, llama(idx, labels=idx).loss, decode_hf)}
