@@ -515,24 +515,27 @@ class Attention(nn.Module):
 
 
 class EagerSwiGLU(torch.autograd.Function):
-    """silu(gate) * up for training without a compiler: keeps gate_up alone for the backward, a third less than autograd would,
-    and writes the gradient in one piece. gate_up: (..., 2F)."""
+    """silu(gate) * up @ W.t() for training without a compiler: keeps gate_up alone for the backward, where autograd would keep a
+    silu and a product of half its size as well, and writes its gradient in one piece. gate_up: (..., 2F); W: (D, F)."""
 
     @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
+    def forward(ctx, gate_up, weight):
+        ctx.save_for_backward(gate_up, weight)
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return F.linear(F.silu(gate).mul_(up), weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        of_gate_up = torch.empty_like(gate_up)
+        gate_up, weight = ctx.saved_tensors
+        of_gate_up, of_product = torch.empty_like(gate_up), grad @ weight.to(grad.dtype)
         (gate, up), (of_gate, of_up) = gate_up.chunk(2, -1), of_gate_up.chunk(2, -1)
-        torch.ops.aten.silu_backward(grad * up, gate, grad_input=of_gate)
-        torch.mul(grad, F.silu(gate), out=of_up)
-        return of_gate_up
+        silu = F.silu(gate)
+        torch.mul(of_product, silu, out=of_up)
+        torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
+        if not ctx.needs_input_grad[1]:
+            return of_gate_up, None
+        return of_gate_up, (grad.flatten(0, -2).t() @ silu.mul_(up).flatten(0, -2)).to(weight.dtype)
 
 
 class MLP(nn.Module):
@@ -541,13 +544,17 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(c.n_embd, 2 * c.hidden, bias=False)
         self.down = writer(c.hidden, c.n_embd, bias=False)
 
-    def forward(self, x, inverse=None):
+    def gated(self, x, inverse=None):
         """(B, T, D) -> (B, T, F), before `down`. `inverse` (B, T, 1) scales gate and up, for inputs not normalized."""
         gate_up = self.gate_up(x)
-        if inverse is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return EagerSwiGLU.apply(gate_up)
         gate, up = (gate_up if inverse is None else gate_up * inverse).chunk(2, -1)
         return F.silu(gate) * up
+
+    def forward(self, x):
+        """(B, T, D) -> (B, T, D)"""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return EagerSwiGLU.apply(self.gate_up(x), self.down.centred() if isinstance(self.down, CentredLinear) else self.down.weight)
+        return self.down(self.gated(x))
 
 
 class Block(nn.Module):
@@ -561,7 +568,7 @@ class Block(nn.Module):
 
     def forward(self, x, gate, *context):
         x = x + self.attn.proj(self.attn(self.norm_attn(x, gate), *context))
-        return x + self.mlp.down(self.mlp(self.norm_mlp(x, gate)))
+        return x + self.mlp(self.norm_mlp(x, gate))
 
     def fold(self, gains: bool):
         self.norm_attn = absorb(self.norm_attn, self.attn.qkv, gains)
@@ -580,14 +587,14 @@ class CoupledBlock(Block):
         if eager_training(x) and not (self.through or self.norm_mlp.weight is None):
             normed, inverse = EagerRMSNorm.apply(x, self.norm_attn.weight, None, self.eps)
             h = x + self.attn.proj(self.attn(normed, *context))
-            return h + self.mlp.down(self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight))
+            return h + self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight)
         inverse = inverse_rms(x, self.eps).to(x.dtype)  # (B, T, 1)
         reused = inverse if self.through else inverse.detach()
         if self.norm_mlp.weight is None:
             h = add_product(x, self.attn(x * inverse, *context), self.attn.proj)
-            return add_product(h, self.mlp(h, reused), self.mlp.down)
+            return add_product(h, self.mlp.gated(h, reused), self.mlp.down)
         h = x + self.attn.proj(self.attn(x * inverse * self.norm_attn.weight, *context))
-        return h + self.mlp.down(self.mlp(h * reused * self.norm_mlp.weight))
+        return h + self.mlp(h * reused * self.norm_mlp.weight)
 
     def fold(self, gains: bool):
         super().fold(gains=True)
