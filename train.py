@@ -16,7 +16,6 @@ import math
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from config import ROOT, BadInput, Config, atomic_write, hold_folder, keep_freed
 from data import open_corpus
 from data.checkpoint import begin_log, clear_folder, nothing_trained, read_checkpoint, restore
 from data.sampling import train_batch, windows
+from data.watch import first_nonfinite, grad_norms, measure_peak, spike
 from model import BadFile, ModelConfig, ModelError, Transformer, export, exports
 
 try:
@@ -91,59 +91,31 @@ def gate_at(step: int, cfg) -> tuple[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# what is measured beside the loss
+# a step as one launch
 
 
-def grad_norms(model) -> dict[str, float]:
-    """Gradient norm by kind of weight, the mean over the weights of that kind (blocks, mostly), before clipping."""
-    kinds = {"qkv": "attn.qkv.", "proj": "attn.proj.", "gate_up": "mlp.gate_up.", "down": "mlp.down.", "emb": "tok_emb.", "norm": "norm_"}
-    out = {}
-    for kind, mark in kinds.items():
-        norms = [p.grad.norm() for name, p in model.named_parameters() if mark in name and p.grad is not None]
-        out[f"grad/{kind}"] = torch.stack(norms).mean().item() if norms else 0.0
-    return out
+class Replayed:
+    """A function of tensors, in which only what tensors hold differs from call to call, as one CUDA graph: called `warmup` times as
+    it is, while libraries and the compiler set themselves up, then captured, then replayed on the new inputs. It returns the
+    same tensors each time. The current stream must not be the default one, on which nothing can be captured."""
 
+    warmup = 3
 
-def measure_peak(device, dtype) -> float:
-    """FLOP/s of a large square matrix product on this device, best of 10: what 100% MFU means here."""
-    n = 8192 if device.type == "cuda" else 1024
-    a, best = torch.randn(n, n, device=device, dtype=dtype), math.inf
-    for _ in range(10):
-        t = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - t)
-    return 2 * n**3 / best
+    def __init__(self, function):
+        self.function, self.calls, self.graph = function, 0, None
 
-
-def first_nonfinite(model, batches, autocast) -> str:
-    """Name the tensor in which a non-finite value first shows when `batches` run through the model again."""
-    found = []
-
-    def look(module, args, out):
-        out = getattr(out, "total", out)
-        if not found and out is not None and not torch.isfinite(out).all():  # None: the anchor before its target is frozen
-            found.append(f"output of {names[module] or 'the loss'}")
-
-    names = {m: name for name, m in model.named_modules()}
-    hooks = [m.register_forward_hook(look) for m in names]
-    model.zero_grad(set_to_none=True)
-    for x, y in batches:
-        with autocast:
-            model(x, y).total.backward()
-    for h in hooks:
-        h.remove()
-    grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    return found[0] if found else f"gradient of {grads[-1]}" if grads else "value that does not show again here"
-
-
-def spike(loss: float, before) -> float:
-    """By how many nats `loss` exceeds the median of the log lines `before` it, where that is beyond their noise (6 robust
-    standard deviations) and half a nat; else 0."""
-    if len(before) < 5:
-        return 0.0
-    median = statistics.median(before)
-    noise = 1.4826 * statistics.median(abs(x - median) for x in before)
-    return loss - median if loss - median > max(0.5, 6 * noise) else 0.0
+    def __call__(self, *inputs):
+        self.calls += 1
+        if self.calls <= self.warmup:
+            return self.function(*inputs)
+        if self.graph is None:
+            self.graph, self.inputs = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.function(*self.inputs)
+        for kept, new in zip(self.inputs, inputs, strict=True):
+            kept.copy_(new)
+        self.graph.replay()
+        return self.outputs
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -197,6 +169,10 @@ def main(held: ExitStack):
     if cfg.gradient_accumulation_steps % ranks:
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
     device, dtype = config.pick_device(cfg, local_rank)
+    if cfg.cuda_graph and ranks > 1:
+        raise BadInput("cuda_graph=True is for a single GPU; under torchrun leave it out")
+    if cfg.cuda_graph:
+        torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
     compiles = cfg.compile if cfg.compile is not None else device.type == "cuda"
     if compiles:
         try:
@@ -249,19 +225,13 @@ def main(held: ExitStack):
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]  # gains, shifts and scalars do not decay
     groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
+    lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0  # a graph sees only what tensors hold
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True, capturable=cfg.cuda_graph)
     if ckpt is not None:
         progress = restore(optimizer, ckpt, source, cfg.max_iters)
         iter_num, run_id, val, logged, ran_with = (progress[k] for k in ("iter", "run_id", "val", "logged", "ran_with"))
         totals += progress["totals"].to(device) if main_rank else 0
     compiled = torch.compile(model) if compiles else model
-
-    def wrap():  # again at each phase boundary: DDP fixes the set of trained parameters when it is built
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 has another name for broadcast_buffers
-            return compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
-
-    model.set_phase(model.phase)
-    step_model = wrap()
 
     # --- run folder
     code = config.versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
@@ -324,8 +294,45 @@ def main(held: ExitStack):
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, on_signal)
     bad_step = torch.full((), cfg.max_iters, device=device)  # first step with a non-finite loss or gradient; no update from there on
+    now = torch.zeros_like(bad_step)  # iter_num
     remedy = f"{newest} keeps the last good state. If it comes again, start anew in another out_dir with a lower learning_rate"
-    params = list(model.parameters())
+
+    def micro_batches(step: int):
+        """This rank's of one step: inputs and targets, (micro_steps, B, T) each."""
+        batches = [train_batch(train_tokens, cfg, step, micro * ranks + rank, device) for micro in range(micro_steps)]
+        return map(torch.stack, zip(*batches, strict=True))
+
+    def whole_step(x, y):
+        """Forward, backward, clip, AdamW. Nothing here waits for the device; with a non-finite gradient the weights stay as they are.
+        Returns the final norm's input in the last micro-batch and the gradient norms (len(trained)) before clipping."""
+        for micro in range(micro_steps):
+            if ranks > 1:
+                step_model.require_backward_grad_sync = micro == micro_steps - 1
+            with autocast:
+                losses = step_model(x[micro], y[micro])
+            (losses.total / micro_steps).backward()
+            totals.add_(torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double())
+        model.update_statistics(dist.all_reduce if ranks > 1 else None)
+        norms = torch.stack(torch._foreach_norm([p.grad for p in trained.values()]))
+        total_norm = torch.linalg.vector_norm(norms)
+        if cfg.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(trained.values(), cfg.grad_clip, total_norm)
+        fine = torch.isfinite(total_norm) & torch.isfinite(totals).all()
+        bad_step.copy_(torch.where(fine, bad_step, torch.minimum(bad_step, now)))
+        optimizer.found_inf = (bad_step < cfg.max_iters).float()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return losses.stream, norms
+
+    def begin(phase: str):
+        """(what a step calls, what it trains, how it is called) in a phase. DDP fixes the trained parameters when it is built."""
+        model.set_phase(phase)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 has another name for broadcast_buffers
+            called = compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return called, trained, Replayed(whole_step) if cfg.cuda_graph else whole_step
+
+    step_model, trained, take_step = begin(model.phase)
     bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
     gc.collect()
     gc.disable()  # its pauses are not the step's; whatever gathers goes when a checkpoint is written
@@ -335,37 +342,13 @@ def main(held: ExitStack):
         if phase != model.phase:
             if model.phase == "norm":
                 model.calibrate()
-            model.set_phase(phase)
-            step_model = wrap()
+            step_model, trained, take_step = begin(phase)
         model.gate.fill_(gate)
+        now.fill_(iter_num)
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(iter_num, cfg)
-
-        # forward and backward; nothing here waits for the device
-        for micro in range(micro_steps):
-            x, y = train_batch(train_tokens, cfg, iter_num, micro * ranks + rank, device)
-            if ranks > 1:
-                step_model.require_backward_grad_sync = micro == micro_steps - 1
-            with autocast:
-                losses = step_model(x, y)
-            (losses.total / micro_steps).backward()
-            totals += torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double()
-        model.update_statistics(dist.all_reduce if ranks > 1 else None)
-
-        # clip and step; with a non-finite gradient the optimizer leaves the weights as they are
-        last = iter_num + 1
-        logs, evals = last % cfg.log_interval == 0 or last == cfg.max_iters, last % cfg.eval_interval == 0 or last == cfg.max_iters
-        saves, boundary = last % cfg.ckpt_interval == 0 or last == cfg.max_iters, gate_at(last, cfg)[0] != phase
-        grads = [p.grad for p in params if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(grads)
-        line = {"grad/total": total_norm.item(), **grad_norms(model)} if logs and main_rank else {}
-        if cfg.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_([p for p in params if p.grad is not None], cfg.grad_clip, total_norm)
-        bad_step = torch.where(torch.isfinite(total_norm) & torch.isfinite(totals).all(), bad_step, bad_step.clamp(max=iter_num))
-        optimizer.found_inf = (bad_step < cfg.max_iters).float()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        iter_num = last
+            group["lr"] = group["lr"].fill_(lr_at(iter_num, cfg)) if cfg.cuda_graph else lr_at(iter_num, cfg)
+        stream, norms = take_step(*micro_batches(iter_num))
+        iter_num += 1
         stop = asked
         if ranks > 1:  # a signal that comes after this is for the next step
             flag = torch.tensor(stop)
@@ -373,16 +356,17 @@ def main(held: ExitStack):
             stop = flag.item()
 
         # look, where it is time to
-        looks = logs or evals or saves or boundary or stop
+        ends, boundary = iter_num == cfg.max_iters, gate_at(iter_num, cfg)[0] != phase
+        logs, evals, saves = (ends or iter_num % n == 0 for n in (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval))
+        line, looks = {}, logs or evals or saves or boundary or stop
         if looks and ranks > 1:
             dist.all_reduce(bad_step, dist.ReduceOp.MIN)  # a loss is one rank's own
         if looks and (k := bad_step.item()) < cfg.max_iters:
             model.gate.fill_(gate_at(k, cfg)[1])
-            batches = [train_batch(train_tokens, cfg, k, micro * ranks + rank, device) for micro in range(micro_steps)]
-            where = first_nonfinite(model, batches, autocast)
+            where = first_nonfinite(model, zip(*micro_batches(k), strict=True), autocast)
             raise SystemExit(f"train.py: step {k}: non-finite {where}; {remedy}")
         if (saves or stop) and (name := next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)):
-            raise SystemExit(f"train.py: step {last - 1}: its update left {name} non-finite; {remedy}")
+            raise SystemExit(f"train.py: step {iter_num - 1}: its update left {name} non-finite; {remedy}")
         model.gate.fill_(gate_at(iter_num, cfg)[1])  # a log line describes the model after its step
         if logs:
             if ranks > 1:
@@ -391,7 +375,8 @@ def main(held: ExitStack):
             totals.zero_()
             seconds = time.perf_counter() - clock
             speed = (iter_num - clock_iter) * tokens_per_iter / seconds
-            s, l2 = model.diagnostics(losses.stream)  # of the first rank's last micro-batch, which the old weights saw
+            s, l2 = model.diagnostics(stream)  # of the first rank's last micro-batch, which the old weights saw
+            line = grad_norms(trained, norms)
             line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n,
                      "lr": lr_at(iter_num, cfg), "s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": speed,
                      "perf/mfu": speed * model.flops_per_token() / peak if peak else 0.0}  # fmt: skip

@@ -278,6 +278,8 @@ def pick_device(cfg, local_rank: int):
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
+    if cfg.cuda_graph and device.type != "cuda":
+        raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; leave it out")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         bf16 = torch.cuda.is_bf16_supported()
@@ -394,6 +396,7 @@ class Config(ModelKnobs):
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto: a GPU if there is one
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # bfloat16: autocast; auto: where it helps
     compile: bool | None = None  # torch.compile the model; None: on a GPU yes, on a CPU no
+    cuda_graph: bool = False  # replay each step, from the forward to AdamW, as one CUDA graph; on a single GPU
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed under torchrun
 
     def resolve(self):
@@ -421,9 +424,15 @@ class Config(ModelKnobs):
 
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype and compile, which change it by rounding.
-FREE_ON_RESUME = {"out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile", "backend",
-                  "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name"}  # fmt: skip
+# computed, except device, dtype, compile and cuda_graph, which change it by rounding.
+FREE_ON_RESUME = {"out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile", "cuda_graph",
+                  "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name"}  # fmt: skip
+
+
+def are_settings(names) -> bool:
+    """Whether `names` are the knobs of a run: all but, at most, such as change nothing, which are added now and then."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    return known - FREE_ON_RESUME <= set(names) <= known
 
 
 # ---------------------------------------------------------------------------------------------------------

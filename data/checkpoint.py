@@ -3,12 +3,11 @@
 import json
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from config import RUN_FILES, BadInput, Config, atomic_write, log_until, refuse_another_run, writing
+from config import RUN_FILES, BadInput, are_settings, atomic_write, log_until, refuse_another_run, writing
 from model import BadFile, ModelError, read_file
 
 
@@ -16,7 +15,7 @@ def read_checkpoint(path: Path) -> dict:
     """The content of a ckpt.pt. Raises: BadFile."""
     ckpt = read_file(path)
     dicts = all(isinstance(ckpt.get(k), dict) for k in ("run", "optimizer", "progress"))
-    if not dicts or set(ckpt["run"]) != {f.name for f in fields(Config)} or type(ckpt["progress"].get("iter")) is not int:
+    if not dicts or not are_settings(ckpt["run"]) or type(ckpt["progress"].get("iter")) is not int:
         raise BadFile(f"{path} is not a training checkpoint of this version")
     return ckpt
 

@@ -5,18 +5,19 @@
 #     TRY=1 bash scripts/gpu_speed.sh /tmp/try      # the same commands at toy sizes, on a CPU too
 #
 # Writes to the folder: prefill.txt and decode.txt (bench.py's tables, the paper's shape) with their .json, and train.txt: tok/s and
-# the share of the card's measured matrix rate in training at 30 M parameters, a line for each variant.
+# the share of the card's measured matrix rate in training at 30 M parameters, a line for each variant, without and with
+# --cuda_graph, which must end with the same loss but for rounding.
 set -euo pipefail
 out=$(mkdir -p "${1:?name a folder for the tables}" && cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 if [ -n "${TRY:-}" ]; then
     shape="--n_embd=32 --n_layer=2 --n_head=2 --vocab_size=500 --block_size=64 --iters=3 --warmup=1"
     prefill="--batch=1 --seq=16,32" decode="--batch=1,2 --seq=16"
-    train="--n_embd=32 --n_layer=2 --n_head=2 --block_size=64 --batch_size=2 --max_iters=40 --log_interval=10"
+    train="--n_embd=32 --n_layer=2 --n_head=2 --block_size=64 --batch_size=2 --max_iters=40 --log_interval=10" graphs=False
 else
     shape="--n_embd=512 --n_layer=8 --n_head=16 --vocab_size=10000 --iters=100"
     prefill="--batch=1,4 --seq=128,256,512" decode="--batch=1,4,16,64 --seq=512"
-    train="--max_iters=400 --log_interval=50"
+    train="--max_iters=400 --log_interval=50" graphs="False True"
 fi
 
 # shellcheck disable=SC2086  # the flags are words
@@ -29,9 +30,11 @@ fi
     trap 'rm -rf "$runs"' EXIT
     for norm in rmsnorm coupled layernorm cbwc dyt derf; do
         for taper in none $([ $norm = rmsnorm ] && echo internal); do
-            python train.py config/baseline_30m.py --dataset=stdlib --vocab_size=10000 --norm=$norm --taper=$taper $train \
-                --eval_interval=1000000 --ckpt_interval=1000000 --out_dir="$runs/$norm-$taper" >"$runs/log" 2>&1 || { cat "$runs/log"; exit 1; }
-            python - "$runs/$norm-$taper" <<'PYTHON' | tee -a "$out/train.txt"
+            for graph in $graphs; do
+                python train.py config/baseline_30m.py --dataset=stdlib --vocab_size=10000 --norm=$norm --taper=$taper $train \
+                    --cuda_graph=$graph --eval_interval=1000000 --ckpt_interval=1000000 --out_dir="$runs/$norm-$taper-$graph" \
+                    >"$runs/log" 2>&1 || { cat "$runs/log"; exit 1; }
+                python - "$runs/$norm-$taper-$graph" <<'PYTHON' | tee -a "$out/train.txt"
 import json, statistics, sys
 from pathlib import Path
 
@@ -39,8 +42,12 @@ folder = Path(sys.argv[1])
 lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 logs = [line for line in lines if "perf/tok_s" in line][1:]  # the first holds the compilation
 speed, mfu = (statistics.median(line[key] for line in logs) for key in ("perf/tok_s", "perf/mfu"))
-print(f"{folder.name}: {speed:,.0f} tok/s, {mfu:.1%} of the matrix rate, medians of {len(logs)} log lines, {lines[0]['versions']['device']}")
+norm, taper, graph = folder.name.split("-")
+rate = f"{speed:,.0f} tok/s, {mfu:.1%} of the matrix rate, medians of {len(logs)} log lines"
+how = f"norm {norm}, taper {taper}, CUDA graph {graph}"
+print(f"{how}: {rate}, last loss {logs[-1]['train/loss']:.4f}, {lines[0]['versions']['device']}")
 PYTHON
+            done
         done
     done
 }

@@ -38,7 +38,7 @@ from bench import machine
 from config import BadInput, Count, Whole, atomic_write, keep_freed_memory, one_line_errors, parse
 from model import TOLERANCE, ModelConfig, ModelError, Transformer
 from scripts.parts import training_step
-from scripts.turns import release_garbage, resident_peak, take_turns
+from scripts.turns import release_garbage, resident_peak, take_turns, tensor_peak
 
 LITGPT = importlib.metadata.version("litgpt") if importlib.util.find_spec("litgpt") else None
 TURN_MS = 200  # a turn lasts at least so long: the first step after the others' finds cold caches and sleeping threads
@@ -266,7 +266,8 @@ def contestants(k: Peers) -> dict[str, tuple]:
 
 
 def work(k: Peers, name: str, width: int):
-    """A contestant: yields the bytes that its first step added at the peak, then the median ms of each turn."""
+    """A contestant: yields its memory, then the median ms of each turn. Memory: the bytes that its first step added to the process
+    at the peak, which means nothing where it is compiled, and those that the tensors of a step hold at most at once."""
     make, dtype, how, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()  # first of all, as a program does: it decides where the weights come to lie
@@ -276,7 +277,7 @@ def work(k: Peers, name: str, width: int):
     if "compiled" in how:
         step()  # the compiler's own memory is not the step's
     first = resident_peak(step)
-    yield None if "compiled" in how else first
+    yield None if "compiled" in how else first, tensor_peak(step)
     while True:
         times = []
         while sum(times) < TURN_MS:
@@ -309,21 +310,22 @@ def compare(k: Peers, width: int):
 
 def measure(k: Peers, width: int) -> list[dict]:
     """Time all contestants at this width. One dict of figures for each."""
-    names, times, peaks = list(contestants(k)), defaultdict(list), defaultdict(list)
+    names, times, memory = list(contestants(k)), defaultdict(list), defaultdict(list)
     for start in range(k.processes):
-        for name, (peak, _, *turns) in take_turns({name: (work, k, name, width) for name in names}, 1 + k.iters, k.seed + start).items():
+        for name, (peaks, _, *turns) in take_turns({name: (work, k, name, width) for name in names}, 1 + k.iters, k.seed + start).items():
             times[name] += turns  # but the one to warm up
-            peaks[name].append(peak)
+            memory[name].append(peaks)
     times = {name: np.array(t) for name, t in times.items()}
     best = min((n for n in names if n.startswith("nanonorm")), key=lambda n: np.median(times[n]))
     units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
     rows = []
     for name in names:
+        resident, tensors = zip(*memory[name], strict=True)
         low, middle, high = np.percentile(times[name] / times[best], (25, 50, 75)).tolist()
         rows.append(dict(name=name, n_embd=width, ms=float(np.median(times[name])), tok_s=units / float(np.median(times[name])) * 1e3,
                          ratio=middle, ratio_q1=low, ratio_q3=high, best=best,
                          of_each_process=np.median(times[name].reshape(k.processes, -1), 1).tolist(),
-                         peak_bytes=None if None in peaks[name] else float(np.median(peaks[name]))))  # fmt: skip
+                         peak_bytes=None if None in resident else float(np.median(resident)), tensor_bytes=max(tensors)))  # fmt: skip
     return rows
 
 
@@ -351,12 +353,14 @@ def main():
     for width in k.n_embd or ((64, 256) if k.mode == "train" else (64, 512)):
         compare(k, width)
         rows = measure(k, width)
-        heads = (f"n_embd {width}", f"ms a {unit}", "tok/s", f"this / {rows[0]['best']}, quartiles", "first step's peak, MB")
-        print(f"\n| {' | '.join(heads)} |\n|---|---:|---:|---:|---:|")
+        heads = [f"n_embd {width}", f"ms a {unit}", "tok/s", f"this / {rows[0]['best']}, quartiles"]
+        heads += ["first step's peak, MB", "a step's tensors, MB"] if k.mode == "train" else []
+        print(f"\n| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
         for r in rows:
-            peak = "-" if r["peak_bytes"] is None or k.mode != "train" else f"{r['peak_bytes'] / 1e6:.0f}"
-            ratio = f"{r['ratio']:.2f}x {r['ratio_q1']:.2f}-{r['ratio_q3']:.2f}"
-            print(f"| {r['name']} | {r['ms']:.1f} | {r['tok_s']:,.0f} | {ratio} | {peak} |", flush=True)
+            cells = [r["name"], f"{r['ms']:.1f}", f"{r['tok_s']:,.0f}", f"{r['ratio']:.2f}x {r['ratio_q1']:.2f}-{r['ratio_q3']:.2f}"]
+            if k.mode == "train":
+                cells += ["-" if r[peak] is None else f"{r[peak] / 1e6:.0f}" for peak in ("peak_bytes", "tensor_bytes")]
+            print(f"| {' | '.join(cells)} |", flush=True)
         figures += rows
     report = json.dumps(dict(settings=asdict(k), machine=machine(torch.device("cpu")), torch=torch.__version__,
                              transformers=transformers.__version__, litgpt=LITGPT, rows=figures))  # fmt: skip

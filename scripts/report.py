@@ -35,7 +35,8 @@ OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 # version; that of internal_aux as a public summary of it says. What no public source says has none.
 PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
 
-SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile"} | NOT_THE_RUN  # no point of comparison
+# no points of comparison
+SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph"} | NOT_THE_RUN
 
 
 @dataclass

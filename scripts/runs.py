@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import FREE_ON_RESUME, BadInput, Config, hold_folder, set_knob
+from config import FREE_ON_RESUME, BadInput, Config, are_settings, hold_folder, set_knob
 from model import ModelConfig, ModelError, exports, read_file
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor)
@@ -31,7 +31,7 @@ READ_BY = {
     **dict.fromkeys(("coupled_grad", "coupled_from_layer"), lambda c: c.norm == "coupled"),
     "norm_bias": lambda c: c.norm in ("layernorm", "cbwc"),
 }
-NOT_THE_RUN = FREE_ON_RESUME - {"device", "dtype", "compile"}  # knobs in which two records of the same run may differ
+NOT_THE_RUN = FREE_ON_RESUME - {"device", "dtype", "compile", "cuda_graph"}  # knobs in which two records of the same run may differ
 
 
 @dataclass(eq=False)
@@ -56,8 +56,8 @@ class Run:
 
 
 def identity(settings: dict) -> str:
-    """What makes two runs the same."""
-    return json.dumps({k: v for k, v in sorted(settings.items()) if k not in NOT_THE_RUN})
+    """What makes two runs the same. What a record does not have yet is as it is by default."""
+    return json.dumps({k: v for k, v in sorted((asdict(Config()) | settings).items()) if k not in NOT_THE_RUN})
 
 
 def model_config(settings: dict) -> ModelConfig:
@@ -143,7 +143,7 @@ def check_header(head: dict) -> dict:
         ):
             if not isinstance(holder[name], kind):
                 raise TypeError(name)
-        if set(head["settings"]) != {f.name for f in fields(Config)}:
+        if not are_settings(head["settings"]):
             raise KeyError("settings")
         cfg = Config()
         for name, value in head["settings"].items():

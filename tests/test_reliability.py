@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from running import ROOT, assert_same, assert_same_run, final, flags, launch, me
 
 import model as network
 from config import hold_folder
+from data.watch import spike
 from model import BadFile, Transformer, read_file
 
 SHORT = dict(max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3)
@@ -318,7 +318,6 @@ def test_a_stream_of_zeros_is_not_calibrated_on(corpus, tmp_path, monkeypatch, c
 
 
 def test_what_a_spike_is():
-    spike = runpy.run_path(str(ROOT / "train.py"), run_name="train")["spike"]
     assert spike(9.0, [4.0] * 4) == 0  # too few to tell
     assert spike(4.5, [4.0] * 5) == 0 and spike(4.75, [4.0] * 5) == 0.75
     noisy = [4.0, 4.5, 5.0, 5.5, 6.0]  # median 5, median deviation 0.5

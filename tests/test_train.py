@@ -1,5 +1,6 @@
 """The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real text."""
 
+import dataclasses
 import json
 import os
 import random
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import config
 from config import Config, pick_device
 from model import Transformer
 
@@ -186,6 +190,66 @@ def test_compiled_run_agrees(corpus, tmp_path):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
 
 
+class Recorded(TorchDispatchMode):
+    """What a CUDA graph is to train.py, on a CPU: the operators of what ran inside it, with the arguments they had, done again by
+    replay() with what those tensors hold by then. Reading a value on the host is refused, as in a capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.replays = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), func
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        self.replays += 1
+        if self.replays == 1:
+            return  # recording has done the work, which a capture does not
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize(("norm", "taper", "accumulated"), [("rmsnorm", "all", 1), ("layernorm", "internal", 2), ("cbwc", "none", 1)])
+def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, accumulated):
+    """From step to step of a phase only what tensors hold changes: the operators of its fourth step, done again, are all that the
+    later ones need, through schedules, calibration, logging and a checkpoint in between."""
+    knobs = dict(norm=norm, taper=taper, gradient_accumulation_steps=accumulated, max_iters=40, gate_end=30)
+    train(*flags(tmp_path / "eager", corpus, **knobs))
+    graphs, plain = [], config.pick_device
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Recorded()) or graphs[-1])
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
+    for name in ("Stream", "set_stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(config, "pick_device", lambda cfg, rank: plain(dataclasses.replace(cfg, cuda_graph=False), rank))
+    train(*flags(tmp_path / "graph", corpus, **knobs, cuda_graph=True))
+    # three steps of each phase are not replayed: 15 in the first, 15 in the second, 10 in the third
+    assert [g.replays for g in graphs] == [12, 12, 7]
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)  # AdamW's learning rate is in float32, as a tensor
+    model = Transformer.load(tmp_path / "graph/ckpt.pt")
+    for name, value in Transformer.load(tmp_path / "eager/ckpt.pt").state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    train("--init_from=resume", f"--out_dir={tmp_path / 'graph'}", "--cuda_graph=False")  # a finished run: exports again
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_step_as_a_cuda_graph(corpus, tmp_path, compile):
+    """The same on a GPU, with a real one."""
+    knobs = dict(device="cuda", dtype="float32", compile=compile, max_iters=40, gate_end=30)
+    for name, graph in (("eager", False), ("graph", True)):
+        train(*flags(tmp_path / name, corpus, **knobs, cuda_graph=graph))
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)  # float32 sums in another order, over 40 steps
+
+
 def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):
     (tmp_path / "looking.py").write_text(f"""
 import runpy, sys, torch
@@ -243,6 +307,7 @@ def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
         (dict(vocab_size=200), ["vocab_size", "400"]),
         (dict(dataset="nosuch"), ["nosuch", "stdlib", "tinystories"]),
         (dict(device="cuda:77"), ["device"]),
+        (dict(cuda_graph=True), ["cuda_graph=True needs a GPU"]),
         (dict(device="tpu"), ["device", "cpu"]),
         (dict(init_from="resume"), ["resume", "ckpt.pt"]),
     ):
