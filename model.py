@@ -140,15 +140,15 @@ class EagerRMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
         h, inverse, weight, fixed = ctx.saved_tensors
-        g, x = upcast(grad), upcast(h)
-        y, of_y = x * inverse, g * weight
-        of_weight = (g * y).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        along = (of_y * y).sum(-1, keepdim=True) / -y.shape[-1]
-        of_h = of_y.addcmul_(y, along).mul_(inverse)
+        g, x, w = upcast(grad), upcast(h), upcast(weight)
+        # LayerNorm's one kernel, told that the mean is 0, takes the mean of g * w off as well: it is put back
+        mean, wanted = torch.zeros_like(inverse), (True, *ctx.needs_input_grad[1:3])
+        of_h, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(g, x, w.shape, mean, inverse, w, w, wanted)
+        of_h.add_((g @ w).unsqueeze(-1).mul_(inverse).div_(x.shape[-1]))
         of_fixed = None if fixed is None else (g * x).flatten(0, -2).sum(0)
         if fixed is not None:
             of_h.addcmul_(g, fixed)
-        return of_h.to(h.dtype), of_weight, g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None, of_fixed
+        return of_h.to(h.dtype), of_weight, of_bias, None, of_fixed
 
 
 def eager_training(h) -> bool:
