@@ -173,6 +173,7 @@ def main(held: ExitStack):
         raise BadInput("cuda_graph=True is for a single GPU; under torchrun leave it out")
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
+        warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW, about the first steps of a phase
     compiles = cfg.compile if cfg.compile is not None else device.type == "cuda"
     if compiles:
         try:
