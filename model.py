@@ -538,6 +538,13 @@ class EagerSwiGLU(torch.autograd.Function):
         return of_gate_up, (grad.flatten(0, -2).t() @ silu.mul_(up).flatten(0, -2)).to(weight.dtype)
 
 
+def product_matrix(linear: nn.Linear):
+    """The (out, in) matrix of a layer that is a product with it and that nobody watches; None with a hook or an adapter on it."""
+    if type(linear) not in (nn.Linear, CentredLinear) or linear.bias is not None or linear._forward_hooks or linear._forward_pre_hooks:
+        return None
+    return linear.centred() if type(linear) is CentredLinear else linear.weight
+
+
 class MLP(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
@@ -552,9 +559,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         """(B, T, D) -> (B, T, D)"""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return EagerSwiGLU.apply(self.gate_up(x), self.down.centred() if isinstance(self.down, CentredLinear) else self.down.weight)
-        return self.down(self.gated(x))
+        down = product_matrix(self.down) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+        return self.down(self.gated(x)) if down is None else EagerSwiGLU.apply(self.gate_up(x), down)
 
 
 class Block(nn.Module):

@@ -170,7 +170,7 @@ def main(held: ExitStack):
         raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
     device, dtype = config.pick_device(cfg, local_rank)
     if cfg.cuda_graph and ranks > 1:
-        raise BadInput("cuda_graph=True is for a single GPU; under torchrun leave it out")
+        raise BadInput("cuda_graph=True is for a single GPU; under torchrun use --cuda_graph=False")
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
         warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW, about the first steps of a phase
@@ -326,14 +326,14 @@ def main(held: ExitStack):
         return losses.stream, norms
 
     def begin(phase: str):
-        """(what a step calls, what it trains, how it is called) in a phase. DDP fixes the trained parameters when it is built."""
+        """A phase's step_model, which DDP ties to the parameters that train when it is built; those parameters by name; and its step."""
         model.set_phase(phase)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 has another name for broadcast_buffers
-            called = compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        return called, trained, Replayed(whole_step) if cfg.cuda_graph else whole_step
+            wrapped = compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
+        training = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return wrapped, training, Replayed(whole_step) if cfg.cuda_graph else whole_step
 
-    step_model, trained, take_step = begin(model.phase)
+    step_model, trained, take_step = begin(model.phase)  # whole_step reads the first two
     bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
     gc.collect()
     gc.disable()  # its pauses are not the step's; whatever gathers goes when a checkpoint is written
@@ -364,6 +364,7 @@ def main(held: ExitStack):
             dist.all_reduce(bad_step, dist.ReduceOp.MIN)  # a loss is one rank's own
         if looks and (k := bad_step.item()) < cfg.max_iters:
             model.gate.fill_(gate_at(k, cfg)[1])
+            take_step = stream = norms = None  # a graph keeps the memory of a whole step
             where = first_nonfinite(model, zip(*micro_batches(k), strict=True), autocast)
             raise SystemExit(f"train.py: step {k}: non-finite {where}; {remedy}")
         if (saves or stop) and (name := next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)):
@@ -377,7 +378,7 @@ def main(held: ExitStack):
             seconds = time.perf_counter() - clock
             speed = (iter_num - clock_iter) * tokens_per_iter / seconds
             s, l2 = model.diagnostics(stream)  # of the first rank's last micro-batch, which the old weights saw
-            line = grad_norms(trained, norms)
+            line = grad_norms(list(trained), norms)
             line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n,
                      "lr": lr_at(iter_num, cfg), "s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": speed,
                      "perf/mfu": speed * model.flops_per_token() / peak if peak else 0.0}  # fmt: skip

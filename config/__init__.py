@@ -279,7 +279,7 @@ def pick_device(cfg, local_rank: int):
     except (RuntimeError, AssertionError):
         raise BadInput(f"device={cfg.device} is not to be had here; use --device={'cuda' if gpu else 'cpu'}") from None
     if cfg.cuda_graph and device.type != "cuda":
-        raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; leave it out")
+        raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; use --cuda_graph=False")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         bf16 = torch.cuda.is_bf16_supported()
@@ -428,11 +428,13 @@ class Config(ModelKnobs):
 FREE_ON_RESUME = {"out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile", "cuda_graph",
                   "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name"}  # fmt: skip
 
+ADDED_LATER = {"cuda_graph"}  # knobs that earlier runs of this format lack: they were as the defaults are
+
 
 def are_settings(names) -> bool:
-    """Whether `names` are the knobs of a run: all but, at most, such as change nothing, which are added now and then."""
+    """Whether `names` are the knobs of a run: all, but for those that were added later."""
     known = {f.name for f in dataclasses.fields(Config)}
-    return known - FREE_ON_RESUME <= set(names) <= known
+    return known - ADDED_LATER <= set(names) <= known
 
 
 # ---------------------------------------------------------------------------------------------------------

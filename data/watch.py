@@ -43,7 +43,8 @@ def first_nonfinite(model, batches, autocast) -> str:
     model.zero_grad(set_to_none=True)
     for x, y in batches:
         with autocast:
-            model(x, y).total.backward()
+            loss = model(x, y).total
+        loss.backward()
     for h in hooks:
         h.remove()
     grads = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]

@@ -6,7 +6,7 @@
 #
 # Writes to the folder: prefill.txt and decode.txt (bench.py's tables, the paper's shape) with their .json, and train.txt: tok/s and
 # the share of the card's measured matrix rate in training at 30 M parameters, a line for each variant, without and with
-# --cuda_graph, which must end with the same loss but for rounding.
+# --cuda_graph, which should end with the same loss but for rounding: look.
 set -euo pipefail
 out=$(mkdir -p "${1:?name a folder for the tables}" && cd "$1" && pwd)
 cd "$(dirname "$0")/.."

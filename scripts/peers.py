@@ -267,7 +267,7 @@ def contestants(k: Peers) -> dict[str, tuple]:
 
 def work(k: Peers, name: str, width: int):
     """A contestant: yields its memory, then the median ms of each turn. Memory: the bytes that its first step added to the process
-    at the peak, which means nothing where it is compiled, and those that the tensors of a step hold at most at once."""
+    at the peak (None where the compiler's memory would be among them), and those that the tensors of a step hold at most at once."""
     make, dtype, how, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()  # first of all, as a program does: it decides where the weights come to lie

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import FREE_ON_RESUME, BadInput, Config, are_settings, hold_folder, set_knob
+from config import ADDED_LATER, FREE_ON_RESUME, BadInput, Config, are_settings, hold_folder, set_knob
 from model import ModelConfig, ModelError, exports, read_file
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor)
@@ -56,8 +56,9 @@ class Run:
 
 
 def identity(settings: dict) -> str:
-    """What makes two runs the same. What a record does not have yet is as it is by default."""
-    return json.dumps({k: v for k, v in sorted((asdict(Config()) | settings).items()) if k not in NOT_THE_RUN})
+    """What makes two runs the same."""
+    settings = {name: getattr(Config, name) for name in ADDED_LATER} | settings
+    return json.dumps({k: v for k, v in sorted(settings.items()) if k not in NOT_THE_RUN})
 
 
 def model_config(settings: dict) -> ModelConfig:

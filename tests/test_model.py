@@ -463,10 +463,23 @@ def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
     assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
     assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], plain_rms(h, weight, 0.03, norm[2]) + shift * fixed * h) <= EXACT
     down = torch.randn(5, 6, dtype=torch.float64, generator=rng).requires_grad_()
+    frozen = [t.detach() if t is not None and t is not h and not isinstance(t, float) else t for t in norm]
+    assert torch.autograd.gradcheck(lambda h: EagerRMSNorm.apply(h, *frozen[1:])[0], (h,))
     assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up, down))
     assert torch.autograd.gradcheck(lambda x: EagerSwiGLU.apply(x, down.detach()), (gate_up,))
     gate, up = gate_up.chunk(2, -1)
     assert scale_of_difference(EagerSwiGLU.apply(gate_up, down), gate * torch.sigmoid(gate) * up @ down.t()) <= EXACT
+
+
+def test_a_watched_or_wrapped_down_is_called_in_training():
+    mlp, seen = tiny("cbwc").blocks[0].mlp, []
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    y = mlp(x)
+    hook = mlp.down.register_forward_hook(lambda *_: seen.append(1))
+    assert scale_of_difference(mlp(x), y) <= EXACT and seen
+    hook.remove()
+    mlp.down = torch.nn.Sequential(mlp.down, torch.nn.Linear(24, 24, dtype=torch.float64))  # an adapter
+    assert scale_of_difference(mlp(x), mlp.down[1](y)) <= EXACT
 
 
 def test_the_mlp_under_autocast_is_as_exact_as_autograds():
