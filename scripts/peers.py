@@ -266,8 +266,8 @@ def contestants(k: Peers) -> dict[str, tuple]:
 
 
 def work(k: Peers, name: str, width: int):
-    """A contestant: yields its memory, then the median ms of each turn. Memory: the bytes that its first step added to the process
-    at the peak (None where the compiler's memory would be among them), and those that the tensors of a step hold at most at once."""
+    """A contestant: yields its memory, then the median ms of each turn. Memory, of training: the bytes that its first step added to the
+    process at the peak (None where the compiler's would be among them), and those that the tensors of a step hold at most at once."""
     make, dtype, how, keeps = contestants(k)[name]
     if keeps:
         keep_freed_memory()  # first of all, as a program does: it decides where the weights come to lie
@@ -275,9 +275,9 @@ def work(k: Peers, name: str, width: int):
     step = make(k, width, dtype, how)
     release_garbage()
     if "compiled" in how:
-        step()  # the compiler's own memory is not the step's
-    first = resident_peak(step)
-    yield None if "compiled" in how else first, tensor_peak(step)
+        step()  # which compiles
+    first = resident_peak(step) if k.mode == "train" and "compiled" not in how else None
+    yield first, tensor_peak(step) if k.mode == "train" else None
     while True:
         times = []
         while sum(times) < TURN_MS:
@@ -325,7 +325,7 @@ def measure(k: Peers, width: int) -> list[dict]:
         rows.append(dict(name=name, n_embd=width, ms=float(np.median(times[name])), tok_s=units / float(np.median(times[name])) * 1e3,
                          ratio=middle, ratio_q1=low, ratio_q3=high, best=best,
                          of_each_process=np.median(times[name].reshape(k.processes, -1), 1).tolist(),
-                         peak_bytes=None if None in resident else float(np.median(resident)), tensor_bytes=max(tensors)))  # fmt: skip
+                         peak_bytes=None if None in resident else float(np.median(resident)), tensor_bytes=tensors[0]))  # fmt: skip
     return rows
 
 

@@ -44,6 +44,10 @@ def test_peers_times_llama_beside_us(mode):
     names = {r["name"] for r in report["rows"]}
     assert names >= {"nanonorm float32", "HF float32", "HF tuned float32"} | ({"litgpt float32"} if find_spec("litgpt") else set())
     assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in report["rows"])
+    if mode == "train":
+        assert all(r["peak_bytes"] >= r["tensor_bytes"] > 0 for r in report["rows"])
+    else:
+        assert all(r["tensor_bytes"] is None for r in report["rows"])
     assert run.stdout.count("greedy tokens are the same") == (2 if find_spec("litgpt") else 1)
 
 
