@@ -1,98 +1,107 @@
-"""The whole transformer: norms, attention, MLP, cache, fold, load, generate.
+"""The whole transformer: norms, attention, MLP, cache, generation, model files, fold and its proof.
 
 Pre-norm, causal, SwiGLU, RoPE, no bias, no dropout. Three knobs choose the normalization: `norm` (which
 normalizer), `taper` (which of them are gated into a fixed scaling) and `aux_weight` (the loss that holds the
 residual stream's scale). Papers, cited below by these names:
 
-    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408 (its symbols are used: g, c, gamma, gamma_tilde, s, mu)
-    CoupledNorm    Loretz, Hochreiter, ICML 2026
-    CBWC+RMSNorm   "Enjoy your Layer Normalization with the computational efficiency of RMSNorm"
-    DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
+    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408 (its symbols: g, c, gamma, gamma_tilde, s,
+    mu) CoupledNorm    Loretz, Hochreiter, ICML 2026 CBWC+RMSNorm   "Enjoy your Layer Normalization with the
+    computational efficiency of RMSNorm" DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with
+    erf and a learned shift
 
 Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, F SwiGLU width, V vocabulary.
 """
 
 import copy
-import errno
 import math
-import warnings
-import zipfile
-from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-FORMAT = 1  # of a model file, in its meta; a file without the number is of format 1
-
-
-class ModelError(ValueError):
-    """A configuration that means nothing, a file that is not a model, a fold that fails its proof. One line."""
-
-
-class BadFile(ModelError):
-    """A model file that is missing or damaged, or no model file at all."""
+from nanonorm.errors import ModelError
+from nanonorm.files import FORMAT, read_file
+from nanonorm.kernels import (
+    attend,
+    eager_training,
+    head_loss,
+    inverse_rms,
+    rms_norm,
+    rms_norm_and_inverse,
+    swiglu,
+    swiglu_product,
+    upcast,
+)
+from nanonorm.typed import Count, NonNegative, Positive, Range, Whole, check, hints, in_words
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture; travels in every model file. The knobs are explained in config/__init__.py."""
+    """The architecture; travels in every model file. The one declaration of its knobs: the run's settings
+    and the benchmark's take them from here, and `--help` prints the comments. Raises: ModelError for what
+    makes no sense."""
 
-    vocab_size: int = 10_000
-    block_size: int = 512
-    n_layer: int = 8
-    n_head: int = 16
-    n_kv_head: int | None = None
-    n_embd: int = 512
-    tie_embeddings: bool = True
-    rope_base: float = 10000.0
-    norm: str = "rmsnorm"
-    taper: str = "none"
-    aux_weight: float = 0.0
-    norm_bias: bool = True
-    norm_eps: float = 1e-6
-    ema_rate: float = 0.01
-    calib_skip_first: bool = False
-    coupled_grad: bool = False
-    coupled_from_layer: int = 0
-    form: str = "trained"  # trained, unfused, folded or weightless: which transformation made this model
+    # shape
+    vocab_size: Annotated[int, Range(2, 65536)] = 10_000  # token ids; in a run None: its corpus's number
+    block_size: Count = 512  # context length, tokens
+    n_layer: Annotated[int, Range(1, 4096)] = 8  # blocks
+    n_head: Count = 16  # query heads
+    n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
+    n_embd: Count = 512  # width of the residual stream
+    tie_embeddings: bool = True  # the output head shares the embedding table
+    rope_base: Positive = 10000.0  # base of the rotary angles
+    # norms
+    norm: Literal["rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"] = "rmsnorm"  # the normalizer
+    taper: Literal["none", "internal", "final", "all"] = "none"  # which norms are gated away
+    aux_weight: NonNegative = 0.0  # lambda of the fixed-target scale loss; the paper's is 0.1, 0 is off
+    norm_bias: bool = True  # shift of layernorm and cbwc
+    norm_eps: Positive = 1e-6  # added to the mean square or the variance
+    ema_rate: Annotated[float, Range(1e-6, 1.0)] = 0.01  # mu of the calibration and scale-target averages
+    calib_skip_first: bool = False  # leave position 0 of every window out of the calibration
+    coupled_grad: bool = False  # let the gradient through the statistic that CoupledNorm's MLP reuses
+    coupled_from_layer: Whole = 0  # blocks below this one keep plain RMSNorm (coupled only)
+    # which transformation made this model; no knob
+    form: Literal["trained", "unfused", "folded", "weightless"] = "trained"
 
     def __post_init__(self):
+        for f in fields(self):
+            kind, value = hints(ModelConfig)[f.name], getattr(self, f.name)
+            try:
+                object.__setattr__(self, f.name, check(kind, value))
+            except ValueError:
+                raise ModelError(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
         if self.n_kv_head is None:
             object.__setattr__(self, "n_kv_head", self.n_head)
-        for f in fields(self):
-            value, kind = getattr(self, f.name), type(f.default) if f.default is not None else int
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                raise ModelError(f"{f.name} must be of type {kind.__name__}, not {type(value).__name__}")
-            if kind in (int, float) and not 0 <= value <= 2**40:
-                raise ModelError(f"{f.name} must be between 0 and 2**40")
-        bias_norms, size, coupled = ("layernorm", "cbwc"), self.n_embd // self.n_head, self.norm == "coupled"
-        tapers, skip = self.taper != "none", self.calib_skip_first
-        for ok, why in (
-            (self.n_embd % self.n_head == 0, f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"),
-            (size % 2 == 0, f"n_embd/n_head={size} must be even: RoPE turns pairs"),
-            (self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"),
-            (self.norm in NORMS, f"norm={self.norm!r} is none of {', '.join(NORMS)}"),
-            (self.taper in TAPERED_SITES, f"taper={self.taper!r} is none of {', '.join(TAPERED_SITES)}"),
-            (self.form in FORMS, f"form={self.form!r} is none of {', '.join(FORMS)}"),
-            (
-                not tapers or self.norm in ("rmsnorm", "layernorm"),
-                f"a taper needs norm=rmsnorm or layernorm; with {self.norm} use taper=none",
-            ),
-            (self.norm_bias or self.norm in bias_norms, f"norm_bias=False needs norm=layernorm or cbwc, not {self.norm}"),
-            (coupled or not self.coupled_grad, f"coupled_grad=True needs norm=coupled, not {self.norm}"),
-            (coupled or self.coupled_from_layer == 0, f"coupled_from_layer needs norm=coupled, not {self.norm}"),
-            (self.coupled_from_layer < self.n_layer, "coupled_from_layer must be below n_layer; for RMSNorm everywhere use norm=rmsnorm"),
-            (tapers or not skip, "calib_skip_first=True needs a taper: with taper=none nothing is calibrated"),
-            (self.block_size > 1 or not skip, "calib_skip_first=True needs block_size above 1"),
-        ):
-            if not ok:
-                raise ModelError(why)
+        self.refuse_nonsense()
+
+    def refuse_nonsense(self):
+        """Raises: ModelError for knobs that contradict each other, naming what would work."""
+        norm, tapers, coupled = self.norm, self.taper != "none", self.norm == "coupled"
+        if self.n_embd % self.n_head:
+            raise ModelError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+        if self.head_dim % 2:
+            raise ModelError(f"n_embd/n_head={self.head_dim} must be even: RoPE turns pairs")
+        if self.n_head % self.n_kv_head:
+            raise ModelError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if tapers and norm not in ("rmsnorm", "layernorm"):
+            raise ModelError(f"a taper needs norm=rmsnorm or layernorm; with {norm} use taper=none")
+        if not self.norm_bias and norm not in ("layernorm", "cbwc"):
+            raise ModelError(f"norm_bias=False needs norm=layernorm or cbwc, not {norm}")
+        if self.coupled_grad and not coupled:
+            raise ModelError(f"coupled_grad=True needs norm=coupled, not {norm}")
+        if self.coupled_from_layer and not coupled:
+            raise ModelError(f"coupled_from_layer needs norm=coupled, not {norm}")
+        if self.coupled_from_layer >= self.n_layer:
+            raise ModelError(
+                "coupled_from_layer must be below n_layer; for RMSNorm everywhere use norm=rmsnorm"
+            )
+        if self.calib_skip_first and not tapers:
+            raise ModelError("calib_skip_first=True needs a taper: with taper=none nothing is calibrated")
+        if self.calib_skip_first and self.block_size == 1:
+            raise ModelError("calib_skip_first=True needs block_size above 1")
 
     @property
     def head_dim(self) -> int:
@@ -100,7 +109,8 @@ class ModelConfig:
 
     @property
     def hidden(self) -> int:
-        """SwiGLU width: 8/3 n_embd rounded up to a multiple of 8; its three matrices cost what two of 4 n_embd would."""
+        """SwiGLU width: 8/3 n_embd rounded up to a multiple of 8. Three matrices of it cost what two of 4
+        n_embd would."""
         return 8 * math.ceil(self.n_embd / 3)
 
 
@@ -110,59 +120,6 @@ class ModelConfig:
 # A norm maps (B, T, D) to (B, T, D) given the gate, a 0-dim tensor that only TaperNorm reads. For folding it
 # writes itself as y = core(h [- mean(h)]) * gain + shift, all but the core being linear: `factor` returns
 # (core, gain or None, shift or None, centre). Statistics are in float32 or better, whatever the input.
-
-
-def upcast(h):
-    return h.float() if h.dtype in (torch.bfloat16, torch.float16) else h
-
-
-def inverse_rms(h, eps: float):
-    """1/r(h), r(h) = sqrt(|h|^2/D + eps). (..., D) -> (..., 1), float32 or better."""
-    return torch.rsqrt(upcast(h).square().mean(-1, keepdim=True) + eps)
-
-
-class EagerRMSNorm(torch.autograd.Function):
-    """h/r(h) * weight [+ h * fixed] [+ bias], and 1/r(h) as a constant, for a CPU in training: F.rms_norm is a chain of operators
-    there, each with a backward of its own; this one keeps a third less for it. h: (..., D)."""
-
-    @staticmethod
-    def forward(ctx, h, weight, bias, eps, fixed=None):
-        x = upcast(h)
-        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()  # (..., 1)
-        ctx.save_for_backward(h, inverse, weight, fixed)
-        ctx.mark_non_differentiable(inverse)
-        y = (x * inverse).mul_(weight)
-        if fixed is not None:
-            y.addcmul_(x, fixed)
-        return (y if bias is None else y.add_(bias)).to(h.dtype), inverse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
-        h, inverse, weight, fixed = ctx.saved_tensors
-        g, x, w = upcast(grad), upcast(h), upcast(weight)
-        # LayerNorm's one kernel, told that the mean is 0, takes the mean of g * w off as well: it is put back
-        mean, wanted = torch.zeros_like(inverse), (True, *ctx.needs_input_grad[1:3])
-        of_h, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(g, x, w.shape, mean, inverse, w, w, wanted)
-        of_h.add_((g @ w).unsqueeze(-1).mul_(inverse).div_(x.shape[-1]))
-        of_fixed = None if fixed is None else (g * x).flatten(0, -2).sum(0)
-        if fixed is not None:
-            of_h.addcmul_(g, fixed)
-        return of_h.to(h.dtype), of_weight, of_bias, None, of_fixed
-
-
-def eager_training(h) -> bool:
-    """Whether the kernels above serve: a CPU, a gradient, no compiler, which would fuse better."""
-    return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def rms_norm(h, weight, bias, eps: float, fixed=None):
-    """h/r(h) [* weight] [+ h * fixed] [+ bias] by the fastest kernel at hand. (..., D) -> (..., D)"""
-    if weight is not None and eager_training(h):
-        return EagerRMSNorm.apply(h, weight, bias, eps, fixed)[0]
-    y = F.rms_norm(h, h.shape[-1:], weight, eps)
-    y = y if fixed is None else torch.addcmul(y, h, fixed)
-    return y if bias is None else y + bias
 
 
 class Identity(nn.Module):
@@ -255,8 +212,8 @@ class Scale(nn.Module):
 class Tracker(nn.Module):
     """Bias-corrected EMAs of token means, one observation per optimizer step, collected in the "norm" phase.
 
-    `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over its
-    tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
+    `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
+    its tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
     """
 
     def __init__(self, rate: float, *quantities: str):
@@ -272,7 +229,8 @@ class Tracker(nn.Module):
 
     def add(self, *values):
         """Add this micro-batch to the step's sums. values: one (B, T) a quantity."""
-        self.sums += torch.stack((*(v.sum() for v in values), torch.full_like(values[0][0, 0], values[0].numel())))
+        count = torch.full_like(values[0][0, 0], values[0].numel())
+        self.sums += torch.stack((*(v.sum() for v in values), count))
 
     def averages(self) -> list:
         return [getattr(self, name) for name in self.quantities]
@@ -283,10 +241,10 @@ class Tracker(nn.Module):
 
     def freeze(self, buffer, value, degenerate=False):
         if degenerate or not (torch.isfinite(value) and value > 0):
-            raise ModelError(
-                f"cannot calibrate on {self.ema_count.item():g} steps that give {value.item():g}: the stream is 0 or not finite there, "
-                "or was never seen; raise gate_start, or lower learning_rate and start anew"
-            )
+            seen = f"{self.ema_count.item():g} steps that give {value.item():g}"
+            cause = "the stream is 0 or not finite there, or was never seen"
+            remedy = "raise gate_start, or lower learning_rate and start anew"
+            raise ModelError(f"cannot calibrate on {seen}: {cause}; {remedy}")
         buffer.copy_(value)
 
 
@@ -298,12 +256,14 @@ class TaperNorm(Tracker):
 
         g * h/r(h) * weight + (1-g) * c * h * weight_tilde
 
-    For LayerNorm h is h - mean(h), r is sigma, and a bias is added. Phase "norm" is the plain norm (the baseline's
-    own kernel), "blend" the formula, "scale" its g = 0 case. In eval mode the module is always at g = 0, before
-    calibration with the c that calibration would give now.
+    For LayerNorm h is h - mean(h), r is sigma, and a bias is added. Phase "norm" is the plain norm (the
+    baseline's own kernel), "blend" the formula, "scale" its g = 0 case. In eval mode the module is always
+    at g = 0, before calibration with the c that calibration would give now.
     """
 
-    def __init__(self, dim: int, eps: float, centre: bool = False, shift: bool = False, skip_first: bool = False, ema_rate: float = 0.01):
+    def __init__(
+        self, dim: int, eps: float, centre=False, shift=False, skip_first=False, ema_rate: float = 0.01
+    ):  # fmt: skip
         super().__init__(ema_rate, "ema_num", "ema_den")
         self.eps, self.centre, self.skip_first = eps, centre, skip_first
         self.weight = nn.Parameter(torch.ones(dim))
@@ -343,11 +303,13 @@ class TaperNorm(Tracker):
 
     def calibrate(self):
         """Freeze c and start weight_tilde from weight. ModelError if nothing usable was observed."""
-        self.freeze(self.c, self.c_now(), degenerate=self.corrected()[1] <= DELTA)  # c would be a fit to delta, not to the stream
+        nothing_flows = self.corrected()[1] <= DELTA  # c would be a fit to DELTA, not to the stream
+        self.freeze(self.c, self.c_now(), degenerate=nothing_flows)
         self.weight_tilde.copy_(self.weight)
 
     def fixed(self):
-        """c * weight_tilde, the scaling at g = 0 (D); before calibration what it would be now, as far as anything was seen."""
+        """c * weight_tilde, the scaling at g = 0 (D); before calibration what it would be now, as far as
+        anything was seen."""
         if self.phase != "norm":
             return self.c * self.weight_tilde
         return torch.where(self.ema_count > 0, self.c_now() * self.weight, self.c * self.weight_tilde)
@@ -362,7 +324,8 @@ class TaperNorm(Tracker):
 def stream_scale(h, eps: float, centre: bool):
     """s(h): r(h), or sigma with `centre`. (B, T, D) -> (B, T)."""
     h = upcast(h)
-    return torch.sqrt((h.var(-1, correction=0) if centre else h.square().mean(-1)) + eps)
+    power = h.var(-1, correction=0) if centre else h.square().mean(-1)
+    return torch.sqrt(power + eps)
 
 
 class ScaleAnchor(Tracker):
@@ -407,8 +370,9 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     """The norm of a site, "block" or "final", before any fold."""
     if site not in TAPERED_SITES[c.taper]:
         return NORMS[c.norm](c)
-    layernorm = c.norm == "layernorm"
-    return TaperNorm(c.n_embd, c.norm_eps, layernorm, layernorm and c.norm_bias, c.calib_skip_first, c.ema_rate)
+    centre = c.norm == "layernorm"
+    shift = centre and c.norm_bias
+    return TaperNorm(c.n_embd, c.norm_eps, centre, shift, c.calib_skip_first, c.ema_rate)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -442,51 +406,27 @@ class CentredLinear(nn.Linear):
 
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor:
-    """Rotary tables in float32: (2, block_size, 1, C). [0] cos, [1] sin with the sign of the half-split rotation."""
-    frequency = c.rope_base ** (-torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)
-    angle = torch.outer(torch.arange(c.block_size, device=device, dtype=torch.float32), frequency)  # (block_size, C/2)
+    """Rotary tables in float32: (2, block_size, 1, C). [0] is cos, [1] sin with the half-split rotation's
+    sign."""
+    numbers = partial(torch.arange, device=device, dtype=torch.float32)
+    frequency = c.rope_base ** (-numbers(0, c.head_dim, 2) / c.head_dim)
+    angle = torch.outer(numbers(c.block_size), frequency)  # (block_size, C/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, preallocated: k and v hold (B, K, length, C) for each layer; `pos` (0-dim tensor)
-    is how many tokens. A tensor of all layers would be copied in every one by the compiler, which cannot write into a slice."""
+    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer;
+    `pos` (0-dim) counts the tokens. One tensor for all layers would be copied in each of them by the
+    compiler, which cannot write into a slice."""
 
     def __init__(self, model: "Transformer", batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
         shape = (batch, c.n_kv_head, length, c.head_dim)
-        self.k, self.v = ([torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)] for _ in "kv")
+        self.k = [torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)]
+        self.v = [torch.zeros_like(k) for k in self.k]
         self.pos = torch.zeros((), dtype=torch.long, device=w.device)
         self.columns = torch.arange(length, device=w.device)
-
-
-def heads_padded_to() -> int:
-    """To how many numbers narrower heads are padded for attention on a CPU: 1.8x as fast on an AMD EPYC, 0.82x on an Intel Xeon
-    (results/speed.md), so not on Intel's."""
-    with suppress(OSError, UnicodeDecodeError):  # Linux
-        return 0 if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else 16
-    return 16
-
-
-PAD_HEADS_TO = heads_padded_to()
-
-
-def attend(q, k, v, mask=None):
-    """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H, T, C).
-
-    The CPU's kernel is fastest in float32 for heads of up to 16 numbers, so without a mask they are cast, and in windows of 256
-    tokens and more padded to PAD_HEADS_TO.
-    """
-    T, C = q.shape[-2:]
-    dtype, narrow = q.dtype, q.is_cpu and C <= 16 and mask is None
-    if narrow:
-        q, k, v = (upcast(t) for t in (q, k, v))
-    if narrow and C < PAD_HEADS_TO and T >= 256:
-        q, k, v = (F.pad(t, (0, PAD_HEADS_TO - C)) for t in (q, k, v))
-    with torch.autocast("cpu", enabled=False) if narrow and torch.is_autocast_enabled("cpu") else nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=C**-0.5)
-    return y[..., :C].to(dtype)
 
 
 class Attention(nn.Module):
@@ -497,8 +437,8 @@ class Attention(nn.Module):
         self.proj = writer(c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x, rope, kv=None, rows=None, mask=None):
-        """x: (B, T, D); rope: (2, T, 1, C); kv: this layer's cache (2 of (B, K, length, C)); rows: (T) positions
-        to write in it; mask: (T, length). Returns the heads' output before `proj`, (B, T, D)."""
+        """x: (B, T, D); rope: (2, T, 1, C); kv: this layer's cache (2 of (B, K, length, C)); rows: (T)
+        positions to write in it; mask: (T, length). Returns the heads' output before `proj`, (B, T, D)."""
         B, T, D = x.shape
         H, K = self.n_head, self.n_kv_head
         heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim)
@@ -514,33 +454,11 @@ class Attention(nn.Module):
         return y.transpose(1, 2).reshape(B, T, D)
 
 
-class EagerSwiGLU(torch.autograd.Function):
-    """silu(gate) * up @ W.t() for training without a compiler: keeps gate_up alone for the backward, where autograd would keep a
-    silu and a product of half its size as well, and writes its gradient in one piece. gate_up: (..., 2F); W: (D, F)."""
-
-    @staticmethod
-    def forward(ctx, gate_up, weight):
-        ctx.save_for_backward(gate_up, weight)
-        gate, up = gate_up.chunk(2, -1)
-        return F.linear(F.silu(gate).mul_(up), weight)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        gate_up, weight = ctx.saved_tensors
-        of_gate_up, of_product = torch.empty_like(gate_up), grad @ weight.to(grad.dtype)
-        (gate, up), (of_gate, of_up) = gate_up.chunk(2, -1), of_gate_up.chunk(2, -1)
-        silu = F.silu(gate)
-        torch.mul(of_product, silu, out=of_up)
-        torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
-        if not ctx.needs_input_grad[1]:
-            return of_gate_up, None
-        return of_gate_up, (grad.flatten(0, -2).t() @ silu.mul_(up).flatten(0, -2)).to(weight.dtype)
-
-
 def product_matrix(linear: nn.Linear):
-    """The (out, in) matrix of a layer that is a product with it and that nobody watches; None with a hook or an adapter on it."""
-    if type(linear) not in (nn.Linear, CentredLinear) or linear.bias is not None or linear._forward_hooks or linear._forward_pre_hooks:
+    """The (out, in) matrix that a layer multiplies by, where it does nothing else; None for one with a
+    bias, a hook or an adapter."""
+    watched = linear._forward_hooks or linear._forward_pre_hooks
+    if type(linear) not in (nn.Linear, CentredLinear) or linear.bias is not None or watched:
         return None
     return linear.centred() if type(linear) is CentredLinear else linear.weight
 
@@ -551,16 +469,12 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(c.n_embd, 2 * c.hidden, bias=False)
         self.down = writer(c.hidden, c.n_embd, bias=False)
 
-    def gated(self, x, inverse=None):
-        """(B, T, D) -> (B, T, F), before `down`. `inverse` (B, T, 1) scales gate and up, for inputs not normalized."""
-        gate_up = self.gate_up(x)
-        gate, up = (gate_up if inverse is None else gate_up * inverse).chunk(2, -1)
-        return F.silu(gate) * up
-
     def forward(self, x):
         """(B, T, D) -> (B, T, D)"""
-        down = product_matrix(self.down) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
-        return self.down(self.gated(x)) if down is None else EagerSwiGLU.apply(self.gate_up(x), down)
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if eager and (down := product_matrix(self.down)) is not None:
+            return swiglu_product(self.gate_up(x), down)
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Block(nn.Module):
@@ -582,8 +496,8 @@ class Block(nn.Module):
 
 
 class CoupledBlock(Block):
-    """One RMS statistic for both norms, the attention's (CoupledNorm). In the MLP path it is a constant to the
-    gradient unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU."""
+    """The attention's RMS statistic serves the MLP too (CoupledNorm). There it is a constant to the gradient
+    unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
@@ -591,14 +505,14 @@ class CoupledBlock(Block):
 
     def forward(self, x, gate, *context):
         if eager_training(x) and not (self.through or self.norm_mlp.weight is None):
-            normed, inverse = EagerRMSNorm.apply(x, self.norm_attn.weight, None, self.eps)
+            normed, inverse = rms_norm_and_inverse(x, self.norm_attn.weight, None, self.eps)
             h = x + self.attn.proj(self.attn(normed, *context))
             return h + self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight)
         inverse = inverse_rms(x, self.eps).to(x.dtype)  # (B, T, 1)
         reused = inverse if self.through else inverse.detach()
         if self.norm_mlp.weight is None:
             h = add_product(x, self.attn(x * inverse, *context), self.attn.proj)
-            return add_product(h, self.mlp.gated(h, reused), self.mlp.down)
+            return add_product(h, swiglu(self.mlp.gate_up(h), reused), self.mlp.down)
         h = x + self.attn.proj(self.attn(x * inverse * self.norm_attn.weight, *context))
         return h + self.mlp(h * reused * self.norm_mlp.weight)
 
@@ -611,31 +525,9 @@ def add_product(residual, x, linear: nn.Linear):
     return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
 
 
-def head_loss(y, weight, bias, targets):
-    """Mean cross-entropy of softmax(W y + b), 0-dim, in float32 or better. y: (B, T, D); weight: (V, D); targets: (B, T).
-
-    On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md has the times). Where torch
-    cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the chunks' logits are computed twice.
-    """
-    y, targets = y.flatten(0, 1), targets.flatten()
-
-    def total(y, targets):
-        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum")
-
-    if not y.is_cpu or torch.compiler.is_compiling():
-        return total(y, targets) / len(y)
-    low = torch.is_autocast_enabled("cpu") or y.dtype == torch.bfloat16
-    if hasattr(nn, "LinearCrossEntropyOptions") and not low:
-        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
-        return F.linear_cross_entropy(y, weight, targets, linear_bias=bias, options=chunks)
-    once_more = partial(checkpoint, total, use_reentrant=False, preserve_rng_state=False)
-    # no cast is shared by the chunks: the gradient of a shared one would be summed over them in bfloat16
-    with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu"), cache_enabled=False):
-        return sum(once_more(*chunk) for chunk in zip(y.split(512), targets.split(512), strict=True)) / len(y)
-
-
 class Losses(NamedTuple):
-    """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input, detached (B, T, D), for diagnostics."""
+    """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached, to look
+    at."""
 
     total: torch.Tensor
     ce: torch.Tensor
@@ -644,12 +536,14 @@ class Losses(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """`model(idx)` gives logits; `model(idx, targets)` gives Losses. In eval mode anything tapered is at g = 0."""
+    """`model(idx)` gives logits; `model(idx, targets)` gives Losses. In eval mode whatever tapers is at g =
+    0."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.form != "trained":
-            raise ModelError(f"form={config.form} is made by fold() or unfuse(), or read by Transformer.load()")
+            made = "is made by fold() or unfuse(), or read by Transformer.load()"
+            raise ModelError(f"form={config.form} {made}")
         c = self.config = config
         self.meta: dict = {}  # what the file it was loaded from says beside the weights
         self.tok_emb = (CentredEmbedding if c.norm == "cbwc" else nn.Embedding)(c.vocab_size, c.n_embd)
@@ -660,21 +554,22 @@ class Transformer(nn.Module):
         self.anchor = ScaleAnchor(c.norm_eps, c.norm == "layernorm", c.ema_rate) if c.aux_weight > 0 else None
         self.register_buffer("gate", torch.tensor(1.0), persistent=False)  # the schedule's, the host's to set
         self.rope = rope_tables(c, self.gate.device)
-        residual_std = 0.02 / math.sqrt(2 * c.n_layer)
         for name, p in self.named_parameters():  # the same draws in the same order for every norm
             if p.dim() == 2:
-                nn.init.normal_(p, std=residual_std if name.endswith(("attn.proj.weight", "mlp.down.weight")) else 0.02)
+                writes_stream = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if writes_stream else 0.02)
         self.set_phase("norm")
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self.rope = rope_tables(self.config, self.tok_emb.weight.device)  # follows the device, never loses precision
+        self.rope = rope_tables(self.config, self.tok_emb.weight.device)  # float32, whatever the weights are
         return self
 
     # --- forward
 
     def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
-        """idx, targets: (B, T) token ids. Returns logits (B, T, V), or (B, 1, V) with last_only, or Losses."""
+        """idx, targets: (B, T) token ids. Returns logits (B, T, V), or (B, 1, V) with last_only; or
+        Losses."""
         T = idx.shape[1]
         x = self.tok_emb(idx)  # (B, T, D)
         if cache is None:
@@ -688,7 +583,8 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.pos += T
         if targets is None:
-            return F.linear(self.norm_final(x[:, -1:] if last_only else x, self.gate), *self.head())
+            x = x[:, -1:] if last_only else x
+            return F.linear(self.norm_final(x, self.gate), *self.head())
         ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets)
         scale_loss = None if self.anchor is None else self.anchor(x)
         if scale_loss is None:
@@ -698,11 +594,14 @@ class Transformer(nn.Module):
 
     def head(self):
         """(weight (V, D), bias (V) or None) of the output head."""
-        return (self.tok_emb.weight, None) if self.lm_head is None else (self.lm_head.weight, self.lm_head.bias)
+        if self.lm_head is None:
+            return self.tok_emb.weight, None
+        return self.lm_head.weight, self.lm_head.bias
 
     @torch.no_grad()
     def diagnostics(self, stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean scale of the final norm's input and mean l2 norm of the logit vectors, both 0-dim. stream: (B, T, D).
+        """Mean scale of the final norm's input and mean l2 norm of the logit vectors, 0-dim. stream: (B, T,
+        D).
 
         |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
         """
@@ -713,17 +612,23 @@ class Transformer(nn.Module):
         return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
     def flops_per_token(self) -> int:
-        """Of a training step (forward and backward) at a full window: 6 per matrix weight, and causal attention."""
+        """Of a training step, forward and backward, at a full window: 6 per matrix weight, and causal
+        attention."""
         c = self.config
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and (n != "tok_emb.weight" or self.lm_head is None))
-        return 6 * matrices + 6 * c.n_layer * c.block_size * c.n_embd
+        matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
+        if self.lm_head is not None:
+            del matrices["tok_emb.weight"]  # looked up, not multiplied by
+        return 6 * sum(matrices.values()) + 6 * c.n_layer * c.block_size * c.n_embd
 
     # --- taper
 
     def taper_norms(self) -> dict[str, TaperNorm]:
         """{"0.attn": ..., "0.mlp": ..., "final": ...}, those that taper."""
-        sites = {f"{i}.{kind}": getattr(b, f"norm_{kind}") for i, b in enumerate(self.blocks) for kind in ("attn", "mlp")}
-        return {k: n for k, n in {**sites, "final": self.norm_final}.items() if isinstance(n, TaperNorm)}
+        sites = {}
+        for i, block in enumerate(self.blocks):
+            sites |= {f"{i}.attn": block.norm_attn, f"{i}.mlp": block.norm_mlp}
+        sites["final"] = self.norm_final
+        return {name: norm for name, norm in sites.items() if isinstance(norm, TaperNorm)}
 
     def trackers(self) -> dict[str, Tracker]:
         return self.taper_norms() | ({} if self.anchor is None else {"anchor": self.anchor})
@@ -739,7 +644,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def calibrate(self):
-        """At the end of the norm phase: freeze every c and the scale target. Raises ModelError, naming the norm."""
+        """At the end of the norm phase: freeze every c and the scale target. Raises: ModelError, naming the
+        norm."""
         for name, tracker in self.trackers().items():
             try:
                 tracker.calibrate()
@@ -748,53 +654,57 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def update_statistics(self, all_reduce=None):
-        """One EMA observation from the step's micro-batches, `all_reduce` summing over ranks in place. Once per step."""
+        """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
         trackers = list(self.trackers().values()) if self.phase == "norm" else []
         if not trackers:
             return
         flat = torch.cat([t.sums for t in trackers])
         if all_reduce is not None:
             all_reduce(flat)
-        means = [m for s in flat.split([len(t.sums) for t in trackers]) for m in (s[:-1] / s[-1]).unbind()]
-        torch._foreach_lerp_([a for t in trackers for a in t.averages()], means, self.config.ema_rate)
+        means, averages = [], []
+        for t, sums in zip(trackers, flat.split([len(t.sums) for t in trackers]), strict=True):
+            means += (sums[:-1] / sums[-1]).unbind()
+            averages += t.averages()
+        torch._foreach_lerp_(averages, means, self.config.ema_rate)
         torch._foreach_add_([t.ema_count for t in trackers], 1.0)
         torch._foreach_zero_([t.sums for t in trackers])
 
     # --- text
 
     @torch.inference_mode()
-    def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
-                 seed: int | None = None, stop_id: int | None = None, use_cache: bool = True, compile: bool = False):  # fmt: skip
-        """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), ends early once every row has
-        said stop_id (rows that said it before are padded with it). `compile` makes the step from one token to the next
-        a single graph, at the price of compiling it once for each B and each 128 tokens of cache; it needs the cache.
-        Raises: ModelError for logits that are not finite.
+    def generate(
+        self, idx, max_new_tokens: int, temperature=1.0, top_k: int | None = None, top_p=1.0,
+        seed: int | None = None, stop_id: int | None = None, use_cache=True, compile=False,
+    ):  # fmt: skip
+        """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), and ends early once
+        every row has said stop_id (rows that said it before are padded with it). `compile` makes the step
+        from one token to the next a single graph, compiled once for each B and each 128 tokens of cache; it
+        needs the cache. Raises: ModelError for logits that are not finite.
 
-        The context is the last block_size tokens; when full it drops to its newer half, with the cache or without.
+        The context is the last block_size tokens; when full it drops to its newer half, with the cache or
+        without.
         """
         was_training = self.training
         self.eval()
         size = self.config.block_size
         rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-        done, finite = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device), torch.zeros((), device=idx.device)
+        done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
+        finite = torch.zeros((), device=idx.device)
         start, cache, fresh = max(0, idx.shape[1] - size), None, True
-        decode = self
-        if compile:
-            torch._dynamo.config.recompile_limit = 256  # dynamo counts other models and shapes as recompilations, and gives up after 8
-            options = {"cpp_wrapper": True} if idx.device.type == "cpu" else None  # kernels are called from C++ then, not from Python
-            decode = torch.compile(self, fullgraph=True, dynamic=False, options=options)
+        decode = compiled_decoding(self, idx.device) if compile else self
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > size:
                 start, fresh = idx.shape[1] - max(1, size // 2), True
-            if use_cache:
-                if fresh:
-                    unseen = idx[:, start:]
-                    length = unseen.shape[1] + max_new_tokens
-                    cache = KVCache(self, len(idx), min(size, 128 * math.ceil(length / 128) if compile else length))
-                logits = (self if fresh else decode)(unseen, cache=cache, last_only=True)
-                fresh = False
-            else:
+            if not use_cache:
                 logits = self(idx[:, start:], last_only=True)
+            elif fresh:
+                unseen = idx[:, start:]
+                length = unseen.shape[1] + max_new_tokens
+                length = 128 * math.ceil(length / 128) if compile else length
+                cache, fresh = KVCache(self, len(idx), min(size, length)), False
+                logits = self(unseen, cache=cache, last_only=True)
+            else:
+                logits = decode(unseen, cache=cache, last_only=True)
             finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
             new = sample_token(logits[:, -1], temperature, top_k, top_p, rng)
             if stop_id is not None:
@@ -805,7 +715,8 @@ class Transformer(nn.Module):
                 break
         self.train(was_training)
         if not finite.isfinite():
-            raise ModelError("the logits are not finite, so there is nothing to sample; is this a checkpoint from before its taper's end?")
+            why = "is this a checkpoint from before its taper's end?"
+            raise ModelError(f"the logits are not finite, so there is nothing to sample; {why}")
         return idx
 
     # --- files
@@ -818,37 +729,60 @@ class Transformer(nn.Module):
     def load(cls, path, device="cpu") -> "Transformer":
         """The model of any file this project writes, in eval mode on `device`; its `meta` is the file's.
 
-        Raises: ModelError, one line, for a file that is missing, cut short, foreign, or does not fit its config.
+        Raises: ModelError, one line, for a file that is missing, cut short, foreign, or does not fit its
+        config.
         """
         return cls.from_file(read_file(path), path).to(device)
 
     @classmethod
     def from_file(cls, file: dict, path="file") -> "Transformer":
         """The same from what read_file(path) returned."""
+        state, meta = file["state"], file["meta"]
         try:
             config = ModelConfig(**file["config"])
-            if config.n_layer > len(file["state"]) or file["state"]["tok_emb.weight"].shape != (config.vocab_size, config.n_embd):
+            table = (config.vocab_size, config.n_embd)
+            if config.n_layer > len(state) or state["tok_emb.weight"].shape != table:
                 raise ModelError(f"{path} does not fit its config: other shapes")  # before they are allocated
-            model = FORMS[config.form](cls(replace(config, form="trained")))  # the form gives the structure, the file the values
-        except (TypeError, RuntimeError, ZeroDivisionError) as e:
-            raise ModelError(f"{path} holds a config that is none of this version: {e}") from None
-        wanted, state = model.state_dict(), file["state"]
-        for name in sorted(wanted.keys() | state.keys(), key=str):
-            if name not in state or name not in wanted:
-                raise ModelError(f"{path} does not fit its config: tensor {name} is {'missing' if name in wanted else 'too many'}")
-            if state[name].shape != wanted[name].shape:
-                raise ModelError(f"{path} does not fit its config: {name} is {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}")
-            if not torch.isfinite(state[name]).all():
-                raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
-        model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
-        model.meta, gate, phase = file["meta"], file["meta"].get("gate", 0.0), file["meta"].get("phase", "norm")
-        corpus = file["meta"].get("corpus", {})
-        if phase not in ("norm", "blend", "scale") or not isinstance(gate, float) or not 0 <= gate <= 1 or not isinstance(corpus, dict):
+            # the form gives the structure, the file the values
+            model = FORMS[config.form](cls(replace(config, form="trained")))
+        except (TypeError, RuntimeError) as e:
+            raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
+        check_state(state, model.state_dict(), path)
+        gate, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
+        if phase not in ("norm", "blend", "scale"):
             said = phase if isinstance(phase, str) else type(phase).__name__
-            raise ModelError(f"{path} has a meta that is none of this version: its phase ({said}), gate or corpus")
+            raise ModelError(f"{path} is of another version: it says that its phase is {said}")
+        if not (isinstance(gate, float) and 0 <= gate <= 1 and isinstance(meta.get("corpus", {}), dict)):
+            raise ModelError(
+                f"{path} is of another version: its gate or its corpus is not what this one writes"
+            )
+        model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
+        model.meta = meta
         model.gate.fill_(gate)
         model.set_phase(phase)
         return model.eval()
+
+
+def compiled_decoding(model: Transformer, device: torch.device):
+    """`model` as one graph a call, for shapes that do not change."""
+    torch._dynamo.config.recompile_limit = 256  # it counts other models and shapes too, and gives up after 8
+    options = {"cpp_wrapper": True} if device.type == "cpu" else None  # on a CPU, C++ calls the kernels then
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+def check_state(state: dict, wanted: dict, path):
+    """ModelError, naming the tensor, unless `state` has the names and shapes of `wanted` and finite
+    values."""
+    for name in sorted(wanted.keys() | state.keys(), key=str):
+        if name not in state:
+            raise ModelError(f"{path} does not fit its config: tensor {name} is missing")
+        if name not in wanted:
+            raise ModelError(f"{path} does not fit its config: it has no place for tensor {name}")
+        got, want = tuple(state[name].shape), tuple(wanted[name].shape)
+        if got != want:
+            raise ModelError(f"{path} does not fit its config: {name} is {got}, not {want}")
+        if not torch.isfinite(state[name]).all():
+            raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
 
 
 def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rng):
@@ -862,47 +796,6 @@ def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rn
     p, order = logits.softmax(-1).sort(descending=True, stable=True)
     p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)  # the smallest set whose mass reaches top_p; never empty
     return order.gather(1, torch.multinomial(p, 1, generator=rng))
-
-
-def is_plain(t) -> bool:
-    """Whether `t` is a dense float tensor that holds its values: no meta, sparse, quantized or 8-bit one."""
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    return isinstance(t, torch.Tensor) and t.dtype in dtypes and t.is_cpu and t.layout == torch.strided
-
-
-def read_file(path) -> dict:
-    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it.
-
-    torch.save writes a CRC-32 of every tensor, which torch.load does not look at.
-    Raises: BadFile, or another ModelError for a file of another format.
-    """
-    path = Path(path)
-    try:
-        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it then refuses
-            if (member := zipfile.ZipFile(f).testzip()) is not None:
-                raise ValueError(f"{member} fails its checksum")
-            f.seek(0)
-            file = torch.load(f, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise BadFile(f"no model file {path}") from None
-    except IsADirectoryError:
-        raise BadFile(f"{path} is a folder; name a .pt file in it") from None
-    except Exception as e:
-        disk = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)  # EINVAL: a place that a damaged file names
-        if disk or isinstance(e, MemoryError) or "allocate" in str(e):
-            raise  # the file may be as good as ever
-        reason = str(e).split(". ")[0].split("\n")[0][:120] or type(e).__name__
-        raise BadFile(
-            f"{path} cannot be read as a model file: it is damaged, cut short or was not written by this project ({reason})"
-        ) from None
-    if not (isinstance(file, dict) and all(isinstance(file.get(k), dict) for k in ("config", "state", "meta"))):
-        raise BadFile(f"{path} is not a model file of this project: it lacks config, state or meta")
-    if (version := file["meta"].get("format", 1)) != FORMAT:
-        raise ModelError(f"{path} is of format {str(version)[:20]}, and this version reads format {FORMAT}; use the version that wrote it")
-    wrong = [name for name, t in file["state"].items() if not is_plain(t)]
-    if wrong or "tok_emb.weight" not in file["state"]:
-        raise BadFile(f"{path} is not a model file of this project: in its state {(wrong or ['tok_emb.weight'])[0]} is no float tensor")
-    return file
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -928,7 +821,7 @@ def absorb(norm: nn.Module, linear: nn.Linear, gains: bool) -> nn.Module:
 
 
 def transformed(model: Transformer, change, form: str) -> Transformer:
-    """A copy with `change(copy)` done in float64 and cast back once, in eval mode, without the training's parts."""
+    """A copy in eval mode, without the anchor, with `change(copy)` done in float64 and cast back once."""
     dtype = model.tok_emb.weight.dtype
     with torch.no_grad():
         new = copy.deepcopy(model).double()
@@ -939,10 +832,10 @@ def transformed(model: Transformer, change, form: str) -> Transformer:
 
 
 def fold(model: Transformer, gains: bool = False) -> Transformer:
-    """A plain model with the same logits: tapered norms at g = 0 are gone, CBWC's weights are centred for good,
-    CoupledNorm keeps one bare statistic a block. `gains` moves the gains and shifts of the norms that stay into
-    the layers that read them as well. A tied head that changes is untied. The model itself is left alone.
-    """
+    """A plain model with the same logits: tapered norms at g = 0 are gone, CBWC's weights are centred for
+    good, CoupledNorm keeps one bare statistic a block. `gains` moves the gains and shifts of the norms that
+    stay into the layers that read them as well. A tied head that changes is untied. `model` itself is left
+    alone."""
 
     def change(m: Transformer):
         tied, last = m.lm_head is None, m.norm_final
@@ -952,9 +845,9 @@ def fold(model: Transformer, gains: bool = False) -> Transformer:
         m.norm_final = absorb(last, m.lm_head, gains)
         for block in m.blocks:
             block.fold(gains)
-        centred = [(p, name, child) for p in m.modules() for name, child in p.named_children() if hasattr(child, "plain")]
-        for parent, name, child in centred:
-            setattr(parent, name, child.plain())
+        centred = [(name, layer) for name, layer in m.named_modules() if hasattr(layer, "plain")]
+        for name, layer in centred:
+            m.set_submodule(name, layer.plain())
         if tied and m.norm_final is last and not centred:
             m.lm_head = None
 
@@ -995,7 +888,8 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
 
 
 def export(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, float]]:
-    """FORMS[form](model), proved on idx (B, T): {dtype name: fold_error} in float64 and in the model's own type.
+    """FORMS[form](model), and its fold_error on idx (B, T) in float64 and in the model's own type, by dtype
+    name.
 
     Raises: ModelError if an error exceeds TOLERANCE or is not finite.
     """
@@ -1004,5 +898,6 @@ def export(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, f
         name = str(dtype).removeprefix("torch.")
         errors[name] = fold_error(model, form, idx, dtype)
         if not errors[name] <= TOLERANCE[dtype]:
-            raise ModelError(f"{form} model differs from the trained one by {errors[name]:.1e} of the logit scale in {name}; not exported")
+            off = f"{errors[name]:.1e} of the logit scale in {name}"
+            raise ModelError(f"the {form} model differs from the trained one by {off}; not exported")
     return FORMS[form](model), errors

@@ -1,69 +1,59 @@
 """Train a transformer, with its norms kept or tapered away, and export it.
 
-    python train.py config/demo.py                                 # a run on one device
-    python train.py config/taper_30m.py --max_iters=20000          # files in order, then flags; --help lists them
-    python train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run; auto: if there is one, else start
+    python train.py config/demo.py                                 # a run on one device python train.py
+    config/taper_30m.py --max_iters=20000          # files in order, then flags; --help lists them python
+    train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run; auto: if there is one
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
-                                                                   # several GPUs or processes, the same 16 windows a step
+                                                                   # several processes, the same 16 windows
+                                                                   a step
 
-Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model and, at the end,
-the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
+Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model
+and, at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
 import gc
-import json
 import math
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
-import uuid
 import warnings
-from collections import deque
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import config
-from config import ROOT, BadInput, Config, atomic_write, hold_folder, keep_freed_memory, one_line_errors, parse
-from data import open_corpus
-from data.checkpoint import begin_log, clear_folder, nothing_trained, read_checkpoint, restore
-from data.sampling import train_batch, windows
-from data.watch import first_nonfinite, grad_norms, measure_peak, spike
-from model import BadFile, ModelConfig, ModelError, Transformer, export, exports
-
-try:
-    from tqdm import tqdm
-except ImportError:  # training needs torch, numpy and sentencepiece; without tqdm there is no bar, only lines
-
-    class tqdm:
-        def __init__(self, **_):
-            self.update = self.set_postfix = self.close = lambda *_, **__: None
-
-        write = staticmethod(print)
+from config import Config
+from data import open_corpus, prepare_if_missing
+from data.sampling import on_device, train_batch, windows
+from model import Transformer, export, exports
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT, write_file
+from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
+from nanonorm.nonfinite import first_nonfinite
+from nanonorm.ranks import Interrupt, Ranks
+from nanonorm.run import Beginning, RunFolder, begin, restore
 
 
 @torch.no_grad()
-def validate(model, tokens, cfg, device, autocast, rank: int, ranks: int) -> float:
-    """Mean cross-entropy, nats per token, over the whole split in order, every token but the first predicted once."""
+def validate(model, tokens, cfg, device, autocast, ranks: Ranks) -> float:
+    """Mean cross-entropy, nats per token, over the whole split in order, every token but the first
+    predicted once."""
     T, n = cfg.block_size, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
     if n % T:
         batches.append((np.array([n - n % T]), n % T))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for begin, length in batches[rank::ranks]:
+    total = torch.zeros((), dtype=widest_float(device), device=device)
+    for first, length in batches[ranks.rank :: ranks.size]:
         with autocast:
-            total += model(*windows(tokens, begin, length, device)).ce.double() * (len(begin) * length)
-    if ranks > 1:
-        dist.all_reduce(total)
+            ce = model(*windows(tokens, first, length, device)).ce
+        total += ce.to(total.dtype) * (len(first) * length)
+    ranks.sum(total)
     return total.item() / n
 
 
@@ -91,367 +81,341 @@ def gate_at(step: int, cfg) -> tuple[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# a step as one launch
+# one optimizer step
 
 
-class Replayed:
-    """A function of tensors, in which only what tensors hold differs from call to call, as one CUDA graph: called `warmup` times as
-    it is, while libraries and the compiler set themselves up, then captured, then replayed on the new inputs. It returns the
-    same tensors each time. The current stream must not be the default one, on which nothing can be captured."""
+class Step:
+    """Forward, backward, statistics, clipping, AdamW: `step.at(k); step(x, y)` is optimizer step k of a run.
 
-    warmup = 3
+    Nothing in it waits for the device. `totals` sums ce, aux and 1 over micro-batches until they are read.
+    A step whose loss or gradient is not finite updates nothing, nor does any later one; `check` finds out.
+    """
 
-    def __init__(self, function):
-        self.function, self.calls, self.graph = function, 0, None
+    def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype: torch.dtype, ranks):
+        self.model, self.cfg, self.ranks = model, cfg, ranks
+        self.micro_steps = cfg.gradient_accumulation_steps // ranks.size
+        self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+        compiles = device.type == "cuda" if cfg.compile is None else cfg.compile
+        self.forward = torch.compile(model) if compiles else model
+        self.optimizer = make_optimizer(model, cfg, device)
+        self.fused = self.optimizer.defaults["fused"]
+        self.totals = torch.zeros(3, dtype=widest_float(device), device=device)
+        self.number = torch.zeros((), dtype=torch.long, device=device)
+        self.bad_step = torch.full_like(self.number, cfg.max_iters)  # the first that was not finite
+        self.enter(model.phase)
 
-    def __call__(self, *inputs):
-        self.calls += 1
-        if self.calls <= self.warmup:
-            return self.function(*inputs)
-        if self.graph is None:
-            self.graph, self.inputs = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.outputs = self.function(*self.inputs)
-        for kept, new in zip(self.inputs, inputs, strict=True):
-            kept.copy_(new)
-        self.graph.replay()
-        return self.outputs
+    def enter(self, phase: str):
+        """Begin a phase: DDP is tied to the parameters that train when it is built, a graph to what it
+        launches."""
+        self.model.set_phase(phase)
+        self.wrapped = self.forward
+        if self.ranks.size > 1:
+            with warnings.catch_warnings(
+                action="ignore", category=FutureWarning
+            ):  # broadcast_buffers was renamed
+                self.wrapped = DistributedDataParallel(self.forward, broadcast_buffers=False)
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.update = Replayed(self.eager) if self.cfg.cuda_graph else self.eager
+
+    def at(self, step: int):
+        """Set a step's phase, gate and learning rate. Raises: ModelError if there is nothing to calibrate
+        on."""
+        phase, _ = gate_at(step, self.cfg)
+        if phase != self.model.phase:
+            if self.model.phase == "norm":
+                self.model.calibrate()
+            self.enter(phase)
+        self.set_gate(step)
+        self.number.fill_(step)
+        lr = lr_at(step, self.cfg)
+        for group in self.optimizer.param_groups:  # a graph sees only what tensors hold
+            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
+
+    def set_gate(self, step: int):
+        self.model.gate.fill_(gate_at(step, self.cfg)[1])
+
+    def __call__(self, x, y):
+        """x, y: inputs and targets (micro_steps, B, T). Returns the final norm's input in the last
+        micro-batch (B, T, D) and the norms of the gradients of `trained` before clipping (len(trained))."""
+        return self.update(x, y)
+
+    def eager(self, x, y):
+        for micro in range(self.micro_steps):
+            if self.ranks.size > 1:
+                self.wrapped.require_backward_grad_sync = micro == self.micro_steps - 1
+            with self.autocast:
+                losses = self.wrapped(x[micro], y[micro])
+            (losses.total / self.micro_steps).backward()
+            sums = torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce)))
+            self.totals.add_(sums.to(self.totals.dtype))
+        self.model.update_statistics(self.ranks.sum)
+        norms = torch.stack(torch._foreach_norm([p.grad for p in self.trained.values()]))
+        total_norm = torch.linalg.vector_norm(norms)
+        if self.cfg.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(self.trained.values(), self.cfg.grad_clip, total_norm)
+        finite = torch.isfinite(total_norm) & torch.isfinite(self.totals).all()
+        first_bad = torch.minimum(self.bad_step, self.number)
+        self.bad_step.copy_(torch.where(finite, self.bad_step, first_bad))
+        if self.fused:
+            self.optimizer.found_inf = (self.bad_step < self.cfg.max_iters).float()
+        if self.fused or self.bad_step.item() == self.cfg.max_iters:  # the unfused one cannot skip by itself
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses.stream, norms
+
+    def restore(self, start: Beginning):
+        """Go on with a checkpoint's optimizer and sums, if the run begins with one. Raises: BadInput."""
+        if start.file is not None:
+            restore(self.optimizer, start.file, start.source)
+            if self.ranks.main:
+                self.totals += start.progress.totals.to(self.totals.device)
+            start.file = start.progress.totals = None  # frees the copies
+
+    def gather_totals(self):
+        """Give the main rank everyone's sums; the others begin anew."""
+        self.ranks.sum(self.totals)
+        if not self.ranks.main:
+            self.totals.zero_()
+
+    def first_bad(self) -> int | None:
+        """The first step that was not finite on any rank, if there was one. Waits for the device."""
+        self.ranks.min(self.bad_step)  # a loss is one rank's own
+        bad = self.bad_step.item()
+        return bad if bad < self.cfg.max_iters else None
+
+    def check(self, batch_of, remedy: str, weights: bool):
+        """End the run if a step was not finite, or if the `weights` are not, and name the step and the
+        tensor. batch_of: step -> its (x, y). Raises: SystemExit."""
+        bad = self.first_bad()
+        if bad is not None:
+            self.set_gate(bad)
+            self.update = None  # a graph keeps the memory of a whole step
+            where = first_nonfinite(self.model, zip(*batch_of(bad), strict=True), self.autocast)
+            raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
+        for name, p in self.model.named_parameters() if weights else ():
+            if not torch.isfinite(p).all():
+                step = self.number.item()
+                raise SystemExit(f"train.py: step {step}: its update left {name} non-finite; {remedy}")
+
+
+def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> torch.optim.AdamW:
+    """AdamW, fused where that skips a bad step. Matrices decay; gains, shifts and scalars do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
+    betas = (cfg.beta1, cfg.beta2)
+    fused = device.type in ("cpu", "cuda")  # mps has it, but would not skip a step that is not finite
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# files
+# what is logged
 
 
-def save(payload: dict, path: Path, kept: Path | None = None):
-    with atomic_write(path, kept=kept) as f:
-        torch.save(payload, f)
+def grad_norms(names: list[str], norms) -> dict[str, float]:
+    """The mean gradient norm of each kind of weight, over blocks mostly, and that of all. norms: (names)"""
+    marks = {"qkv": "attn.qkv.", "proj": "attn.proj.", "gate_up": "mlp.gate_up.", "down": "mlp.down."}
+    out = {"grad/total": torch.linalg.vector_norm(norms).item()}
+    for kind, mark in {**marks, "emb": "tok_emb.", "norm": "norm_"}.items():
+        of_kind = [i for i, name in enumerate(names) if mark in name]
+        out[f"grad/{kind}"] = norms[of_kind].mean().item() if of_kind else 0.0
+    return out
 
 
-def start_wandb(cfg: Config, run_id: str):
-    """The wandb run of this training run, new or gone on with. BadInput if it cannot be had."""
-    if cfg.wandb_mode != "online":
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
-    try:
-        import wandb
+def log_line(step: Step, done: int, stream, norms, tokens_per_s: float, peak: float) -> dict[str, float]:
+    """The metrics after `done` steps, by their names in wandb. stream, norms: what the last step returned,
+    of the first rank's last micro-batch, which the old weights saw; peak: FLOP/s of the machine, 0 if not
+    measured."""
+    model, totals = step.model, step.totals
+    step.ranks.sum(totals)
+    ce, aux, n = totals.tolist()
+    totals.zero_()
+    s, l2 = model.diagnostics(stream)
+    mfu = tokens_per_s * model.flops_per_token() / peak if peak else 0.0
+    line = grad_norms(list(step.trained), norms)
+    line |= {
+        "train/loss": (ce + aux) / n,
+        "train/ce": ce / n,
+        "train/aux": aux / n,
+        "lr": lr_at(done, step.cfg),
+    }
+    line |= {"s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": tokens_per_s, "perf/mfu": mfu}
+    if model.anchor is not None:
+        line["s/target"] = model.anchor.target_now().item()
+    if model.taper_norms():
+        line["gate"] = model.gate.item()
+    for name, norm in model.taper_norms().items():
+        line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
+    return line
 
-        return wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or Path(cfg.out_dir).name, config=asdict(cfg),
-                          id=run_id, resume="allow", mode=cfg.wandb_mode, dir=cfg.out_dir)  # fmt: skip
-    except ImportError:
-        raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
-    except Exception as e:  # no login, no network, a refused project: wandb has many ways to say so
-        raise BadInput(f"wandb does not start ({e}); use --wandb_mode=offline or --wandb_log=False") from None
+
+def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str, float]:
+    """The validation split's loss at gate 0, in nats a token and bits a byte, and at the current gate."""
+    model, rest = step.model, (tokens, step.cfg, device, step.autocast, step.ranks)
+    model.eval()
+    loss = validate(model, *rest)
+    model.train()
+    line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
+    if model.taper_norms():
+        line["val/loss_gated"] = validate(model, *rest)
+    return line
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a run
+
+
+def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
+    """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another."""
+    cfg = start.settings
+    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
+        below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
+        raise BadInput(f"{below}; leave it out or raise it")
+    config = cfg.model_config(corpus["vocab_size"])
+    torch.manual_seed(cfg.seed)
+    if start.file is None:
+        return Transformer(config)
+    model = Transformer.from_file(start.file, start.source)
+    texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
+    was = texts | model.meta.get("corpus", {})  # an older checkpoint knows its tokenizer only
+    same = all(was.get(k) == corpus[k] for k in ("tokenizer_sha256", *texts))
+    if model.config != config or not same:
+        began = f"is not the corpus that the run in {cfg.out_dir} began with"
+        raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")
+    return model
+
+
+def export_all(model: Transformer, folder: RunFolder, val_tokens, meta: dict):
+    """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
+    block_size = model.config.block_size
+    model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
+    count = min(4, (len(val_tokens) - 1) // block_size)
+    sample, _ = windows(val_tokens, np.arange(count) * block_size, block_size, "cpu")
+    proofs, paths = [], []
+    for name, form in exports(model.config).items():
+        exported, errors = export(model, form, sample)
+        write_file(exported.to_file({**meta, "fold_error": errors}), folder.path / name)
+        proofs.append(f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items()))
+        paths.append(str(folder.path / name))
+    quoted = shlex.quote(folder.settings.out_dir)
+    print(f"exported {' and '.join(paths)}")
+    measure = "largest logit difference from the trained model, relative to the largest logit"
+    print(f"{measure}: {'; '.join(proofs)}")
+    print(f"next: python bench.py {quoted}    or    python sample.py {quoted} --prompt=...")
 
 
 def main(held: ExitStack):
     # --- what to run
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop; takes a prepare.py down with it
-    cfg, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
-    rank, ranks, local_rank = config.place_among_ranks()
-    main_rank, ckpt, source = rank == 0, None, None
-    out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
-    newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
-    found = (newest.exists() or previous.exists()) and (cfg.init_from == "resume" or not nothing_trained(out_dir))
-    if cfg.init_from == "resume" and not found:
-        raise BadInput(f"nothing to resume: {newest} does not exist; start the run without --init_from=resume")
-    if cfg.init_from == "scratch" or not found:
-        if not nothing_trained(out_dir):
-            config.refuse_another_run(out_dir)
-        cfg.resolve()
-    else:
-        if main_rank:
-            held.enter_context(hold_folder(out_dir))  # before the checkpoint is read: no other process may be about to replace it
-        ckpt, source, damage = config.first_good(read_checkpoint, BadFile, newest, previous)
-        if damage and main_rank:
-            print(f"train.py: {damage}; going on from step {ckpt['progress']['iter']} of {source}", file=sys.stderr)
-        cfg = config.resumed(cfg, explicit, ckpt["run"], source)
-    knobs = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig) if f.name != "form" and getattr(cfg, f.name, None) is not None}
-    model_config = ModelConfig(**knobs)  # refuses what means nothing before anything is prepared or written
-    if cfg.gradient_accumulation_steps % ranks:
-        raise BadInput(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} must be a multiple of the {ranks} ranks")
-    device, dtype = config.pick_device(cfg, local_rank)
-    if cfg.cuda_graph and ranks > 1:
-        raise BadInput("cuda_graph=True is for a single GPU; under torchrun use --cuda_graph=False")
-    if cfg.cuda_graph:
-        torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
-        warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW, about the first steps of a phase
-    compiles = cfg.compile if cfg.compile is not None else device.type == "cuda"
-    if compiles:
-        try:
-            torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
-        except Exception as e:
-            reason = (str(e) or type(e).__name__).splitlines()[0]
-            raise BadInput(f"torch.compile does not work here ({reason}); install a C++ compiler, or use --compile=False") from None
-    if ranks > 1:
-        dist.init_process_group(cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo")
-        host_group = dist.new_group(backend="gloo")  # for agreeing on signals without touching the GPU
-        step = -1 if ckpt is None else ckpt["progress"]["iter"]
-        dist.all_reduce(ends := torch.tensor([step, -step]), dist.ReduceOp.MAX, host_group)
-        if ends.sum():
-            raise BadInput(f"the ranks found checkpoints of steps {-ends[1]} to {ends[0]} in {out_dir}: it was being written; start again")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends a prepare.py as well
+    asked, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
+    ranks = Ranks()
+    start = begin(asked, explicit, ranks, held)
+    cfg, progress = start.settings, start.progress
+    cfg.model_config()  # refuses what makes no sense before anything is prepared or written
+    device, dtype = set_up(cfg, ranks)
+    ranks.start(device, cfg.backend)
+    first, last = ranks.span(-1 if start.file is None else progress.iter)
+    if first != last:
+        found = f"the ranks found checkpoints of steps {first} to {last} in {cfg.out_dir}"
+        raise BadInput(f"{found}: it was being written; start again")
 
-    # --- data
-    folder = ROOT / "data" / cfg.dataset
-    if not (folder / "meta.json").exists() and main_rank:
-        if cfg.dataset not in (known := config.corpora()):
-            names = ", ".join(known)
-            raise BadInput(f"no corpus {cfg.dataset}: {folder} has no meta.json; prepare one of {names}, or name a prepared folder")
-        if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
-            sys.exit(2)  # prepare.py has said why
-    if ranks > 1:
-        dist.barrier()
-    corpus, *splits = open_corpus(folder, cfg.block_size)
-    train_tokens, val_tokens = map(torch.from_numpy, splits)
-    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
-        raise BadInput(f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {folder}; leave it out or raise it")
-    model_config = replace(model_config, vocab_size=cfg.vocab_size or corpus["vocab_size"])
-    if device.type == "cuda" and 2 * (len(train_tokens) + len(val_tokens)) < 0.25 * torch.cuda.mem_get_info(device)[0]:
-        train_tokens, val_tokens = train_tokens.to(device), val_tokens.to(device)  # else they stay memory-mapped
-
-    # --- model, optimizer
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
-    torch.manual_seed(cfg.seed)  # the same weights on every rank
-    iter_num, run_id, val, logged, ran_with = 0, uuid.uuid4().hex[:8], {}, 0, {}
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # of ce, aux and 1 since the last log line
-    if ckpt is None:
-        model = Transformer(model_config)
-    else:
-        model = Transformer.from_file(ckpt, source)
-        texts = ("train_sha256", "val_sha256")
-        was = {k: corpus[k] for k in texts} | model.meta.get("corpus", {})  # an older checkpoint knows its tokenizer only
-        if model.config != model_config or any(was.get(k) != corpus[k] for k in ("tokenizer_sha256", *texts)):
-            raise BadInput(f"{folder} is not the corpus that the run in {out_dir} began with; restore it, or start anew in another out_dir")
+    # --- data, model, optimizer
+    data_folder = ROOT / "data" / cfg.dataset
+    ranks.main_first(prepare_if_missing, data_folder)
+    corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
+    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
+    model = make_model(start, corpus, data_folder)
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
-    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext()
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]  # gains, shifts and scalars do not decay
-    groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0  # a graph sees only what tensors hold
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True, capturable=cfg.cuda_graph)
-    if ckpt is not None:
-        progress = restore(optimizer, ckpt, source, cfg.max_iters)
-        iter_num, run_id, val, logged, ran_with = (progress[k] for k in ("iter", "run_id", "val", "logged", "ran_with"))
-        totals += progress["totals"].to(device) if main_rank else 0
-    compiled = torch.compile(model) if compiles else model
+    step = Step(model, cfg, device, dtype, ranks)
+    step.restore(start)
 
     # --- run folder
-    code = config.versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
+    folder = RunFolder(start, ranks)
+    folder.claim(held)
+    code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks.size}
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
-    origin = {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}
+    origin = {"corpus": {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}, "versions": code}
 
     def checkpoint():
-        """Everything that the next step depends on. The metrics reach the disk first, so none is missing behind it."""
-        if ranks > 1:
-            dist.all_reduce(totals)
-        if not main_rank:
-            totals.zero_()  # the first rank now holds everyone's
-            return
-        if metrics is not None:
-            with config.writing(out_dir / "metrics.jsonl"):
-                os.fsync(metrics.fileno())
-        meta = {"iter": iter_num, "phase": model.phase, "gate": model.gate.item(), "corpus": origin, "versions": code}
-        progress = {"iter": iter_num, "run_id": run_id, "totals": totals.cpu(), "val": val, "logged": logged}
-        save({**model.to_file(meta), "optimizer": optimizer.state_dict(), "run": asdict(cfg), "progress": progress}, newest, kept=previous)
+        step.gather_totals()
+        folder.save(model, step.optimizer, step.totals, origin)
 
-    metrics, wandb_run = None, None
-    if main_rank:
-        if ckpt is None:
-            held.enter_context(hold_folder(out_dir))
-        clear_folder(out_dir, source)
-        wandb_run = start_wandb(cfg, run_id) if cfg.wandb_log else None
-    ckpt = None  # frees the copy
-    if iter_num == 0:
+    if progress.iter == 0:
         checkpoint()  # first of all files: from here on a killed run can be resumed
-    if main_rank:
-        size = sum(p.numel() for p in model.parameters())
-        header = {"settings": asdict(cfg), "versions": code, "corpus": corpus, "parameters": size}
-        lines = begin_log(out_dir / "metrics.jsonl", header, iter_num, logged, ran_with)
-        logged, recent = len(lines) - 1, deque([x for line in lines if (x := line.get("train/loss")) is not None], maxlen=20)
-        del lines  # long, in a long run
-        with atomic_write(out_dir / "tokenizer.model") as f:
-            f.write((folder / corpus["tokenizer"]).read_bytes())
-        with atomic_write(out_dir / "config.json", "w") as f:
-            f.write(json.dumps(asdict(cfg), indent=1) + "\n")
-        with config.writing(out_dir / "metrics.jsonl"):
-            metrics = open(out_dir / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
-        kind = f"{str(dtype).removeprefix('torch.')} on {code['processor']}"
-        print(
-            f"{size / 1e6:.2f} M parameters; {corpus['train_tokens']:,} training tokens from {corpus['source']}; {kind}; writing {out_dir}"
-        )
+    size = sum(p.numel() for p in model.parameters())
+    header = {"versions": code, "corpus": corpus, "parameters": size}
+    folder.begin_log(header, data_folder / corpus["tokenizer"])
+    text = f"{corpus['train_tokens']:,} training tokens from {corpus['source']}"
+    kind = f"{code['dtype']} on {code['processor']}"
+    folder.announce(f"{size / 1e6:.2f} M parameters; {text}; {kind}; writing {folder.path}")
 
     # --- the loop
-    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
-    micro_steps = cfg.gradient_accumulation_steps // ranks
-    peak = measure_peak(device, dtype) * ranks if main_rank else 0.0
-    asked = stop = 0  # the signal that asked this process to leave; the one that all ranks leave by, at the same step
-
-    def on_signal(signum, frame):
-        nonlocal asked
-        if asked and signum == signal.SIGINT:  # a second Ctrl-C leaves at once; a second SIGTERM is the first, by way of torchrun
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        asked = signum
-
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, on_signal)
-    bad_step = torch.full((), cfg.max_iters, device=device)  # first step with a non-finite loss or gradient; no update from there on
-    now = torch.zeros_like(bad_step)  # iter_num
-    remedy = f"{newest} keeps the last good state. If it comes again, start anew in another out_dir with a lower learning_rate"
-
-    def micro_batches(step: int):
-        """This rank's of one step: inputs and targets, (micro_steps, B, T) each."""
-        batches = [train_batch(train_tokens, cfg, step, micro * ranks + rank, device) for micro in range(micro_steps)]
+    def batch_of(k: int):
+        """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
+        indices = [micro * ranks.size + ranks.rank for micro in range(step.micro_steps)]
+        batches = [train_batch(train_tokens, cfg, k, index, device) for index in indices]
         return map(torch.stack, zip(*batches, strict=True))
 
-    def whole_step(x, y):
-        """Forward, backward, clip, AdamW. Nothing here waits for the device; with a non-finite gradient the weights stay as they are.
-        Returns the final norm's input in the last micro-batch and the gradient norms (len(trained)) before clipping."""
-        for micro in range(micro_steps):
-            if ranks > 1:
-                step_model.require_backward_grad_sync = micro == micro_steps - 1
-            with autocast:
-                losses = step_model(x[micro], y[micro])
-            (losses.total / micro_steps).backward()
-            totals.add_(torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce))).double())
-        model.update_statistics(dist.all_reduce if ranks > 1 else None)
-        norms = torch.stack(torch._foreach_norm([p.grad for p in trained.values()]))
-        total_norm = torch.linalg.vector_norm(norms)
-        if cfg.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(trained.values(), cfg.grad_clip, total_norm)
-        fine = torch.isfinite(total_norm) & torch.isfinite(totals).all()
-        bad_step.copy_(torch.where(fine, bad_step, torch.minimum(bad_step, now)))
-        optimizer.found_inf = (bad_step < cfg.max_iters).float()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return losses.stream, norms
-
-    def begin(phase: str):
-        """A phase's step_model, which DDP ties to the parameters that train when it is built; those parameters by name; and its step."""
-        model.set_phase(phase)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 has another name for broadcast_buffers
-            wrapped = compiled if ranks == 1 else DistributedDataParallel(compiled, broadcast_buffers=False)
-        training = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        return wrapped, training, Replayed(whole_step) if cfg.cuda_graph else whole_step
-
-    step_model, trained, take_step = begin(model.phase)  # whole_step reads the first two
-    bar = tqdm(total=cfg.max_iters, initial=iter_num, unit="step", disable=None if main_rank else True, smoothing=0.05)
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    better = "If it comes again, start anew in another out_dir with a lower learning_rate"
+    remedy = f"{folder.newest} keeps the last good state. {better}"
+    interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step
+    folder.open_bar(device, dtype)
     gc.collect()
     gc.disable()  # its pauses are not the step's; whatever gathers goes when a checkpoint is written
-    clock, clock_iter = time.perf_counter(), iter_num
-    while iter_num < cfg.max_iters and not stop:
-        phase, gate = gate_at(iter_num, cfg)
-        if phase != model.phase:
-            if model.phase == "norm":
-                model.calibrate()
-            step_model, trained, take_step = begin(phase)
-        model.gate.fill_(gate)
-        now.fill_(iter_num)
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"].fill_(lr_at(iter_num, cfg)) if cfg.cuda_graph else lr_at(iter_num, cfg)
-        stream, norms = take_step(*micro_batches(iter_num))
-        iter_num += 1
-        stop = asked
-        if ranks > 1:  # a signal that comes after this is for the next step
-            flag = torch.tensor(stop)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, host_group)
-            stop = flag.item()
+    clock, clock_iter = time.perf_counter(), progress.iter
+    while progress.iter < cfg.max_iters and not stop:
+        k = progress.iter
+        step.at(k)
+        stream, norms = step(*batch_of(k))
+        progress.iter = k + 1
+        stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
         # look, where it is time to
-        ends, boundary = iter_num == cfg.max_iters, gate_at(iter_num, cfg)[0] != phase
-        logs, evals, saves = (ends or iter_num % n == 0 for n in (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval))
-        line, looks = {}, logs or evals or saves or boundary or stop
-        if looks and ranks > 1:
-            dist.all_reduce(bad_step, dist.ReduceOp.MIN)  # a loss is one rank's own
-        if looks and (k := bad_step.item()) < cfg.max_iters:
-            model.gate.fill_(gate_at(k, cfg)[1])
-            take_step = stream = norms = None  # a graph keeps the memory of a whole step
-            where = first_nonfinite(model, zip(*micro_batches(k), strict=True), autocast)
-            raise SystemExit(f"train.py: step {k}: non-finite {where}; {remedy}")
-        if (saves or stop) and (name := next((n for n, p in model.named_parameters() if not torch.isfinite(p).all()), None)):
-            raise SystemExit(f"train.py: step {iter_num - 1}: its update left {name} non-finite; {remedy}")
-        model.gate.fill_(gate_at(iter_num, cfg)[1])  # a log line describes the model after its step
+        ends, boundary = k + 1 == cfg.max_iters, gate_at(k + 1, cfg)[0] != model.phase
+        intervals = (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval)
+        logs, evals, saves = (ends or (k + 1) % n == 0 for n in intervals)
+        if logs or evals or saves or boundary or stop:
+            step.check(batch_of, remedy, weights=saves or bool(stop))
+        step.set_gate(k + 1)  # a log line describes the model after its step
+        line = {}
         if logs:
-            if ranks > 1:
-                dist.all_reduce(totals)
-            ce, aux, n = totals.tolist()
-            totals.zero_()
-            seconds = time.perf_counter() - clock
-            speed = (iter_num - clock_iter) * tokens_per_iter / seconds
-            s, l2 = model.diagnostics(stream)  # of the first rank's last micro-batch, which the old weights saw
-            line = grad_norms(list(trained), norms)
-            line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n,
-                     "lr": lr_at(iter_num, cfg), "s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": speed,
-                     "perf/mfu": speed * model.flops_per_token() / peak if peak else 0.0}  # fmt: skip
-            if model.anchor is not None:
-                line["s/target"] = model.anchor.target_now().item()
-            if model.taper_norms():
-                line["gate"] = model.gate.item()
-            for name, norm in model.taper_norms().items():
-                line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
-            bar.set_postfix(loss=f"{line['train/loss']:.3f}", gate=f"{line.get('gate', 1):.2f}", tok_s=f"{speed:,.0f}", refresh=False)
+            speed = (k + 1 - clock_iter) * tokens_per_iter / (time.perf_counter() - clock)
+            line = log_line(step, k + 1, stream, norms, speed, folder.peak)
         if evals:
-            shard = (val_tokens, cfg, device, autocast, rank, ranks)
-            model.eval()
-            val = {"val/loss": validate(model, *shard)}
-            val["val/bpb"] = val["val/loss"] * (len(val_tokens) - 1) / math.log(2) / corpus["val_bytes"]
-            model.train()
-            if model.taper_norms():  # the same at the current gate
-                val["val/loss_gated"] = validate(model, *shard)
-            line |= val
-        if main_rank and logs:
-            if excess := spike(line["train/loss"], recent):
-                line["train/spike"] = excess
-                tqdm.write(f"step {iter_num}: train/loss {line['train/loss']:.4f} is {excess:.2f} nats above the median before it")
-            recent.append(line["train/loss"])
-        if main_rank and (logs or evals):
-            finite = {k: v if math.isfinite(v) else None for k, v in line.items()}  # JSON has no nan
-            with config.writing(out_dir / "metrics.jsonl"):
-                metrics.write(json.dumps({"iter": iter_num, **finite}) + "\n")
-                metrics.flush()
-            logged += 1
-            if wandb_run is not None:
-                wandb_run.log(line, step=iter_num)
-        if main_rank and evals:
-            shown = val | ({"gate": model.gate.item()} if model.taper_norms() else {})
-            tqdm.write(f"step {iter_num}: " + ", ".join(f"{k} {v:.4f}" for k, v in shown.items()))
+            progress.val = val_line(step, val_tokens, corpus, device)
+            line |= progress.val
+        if line:
+            folder.log(line)
+        if evals:
+            gate = {"gate": model.gate.item()} if model.taper_norms() else {}
+            folder.say(", ".join(f"{name} {v:.4f}" for name, v in (progress.val | gate).items()))
         if saves or stop:
             checkpoint()
             gc.collect()
-        bar.update()
+        folder.tick(line)
         if logs or evals or saves:
-            clock, clock_iter = time.perf_counter(), iter_num
-    bar.close()
+            clock, clock_iter = time.perf_counter(), k + 1
+    folder.close_bar()
     gc.enable()
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, lambda signum, _: sys.exit(128 + signum))  # the checkpoint is written; a resumed run exports
-    if stop := stop or asked:
-        if main_rank:
-            name = signal.Signals(stop).name
-            print(f"stopped by {name} at step {iter_num}; go on with: python train.py --init_from=resume --out_dir={quoted}")
+    interrupt.leave_from_now_on()
+    if stop := stop or interrupt.asked:
+        resume = f"python train.py --init_from=resume --out_dir={shlex.quote(cfg.out_dir)}"
+        name = signal.Signals(stop).name
+        folder.announce(f"stopped by {name} at step {progress.iter}; go on with: {resume}")
         sys.exit(128 + stop)
 
-    # --- the exports, each proved against the trained model on real text
-    if main_rank:
-        model.cpu()  # where float32 is float32: a GPU's TF32 products would hide a fold's error, or show one of their own
-        count = min(4, (len(val_tokens) - 1) // cfg.block_size)
-        sample, _ = windows(val_tokens, np.arange(count) * cfg.block_size, cfg.block_size, "cpu")
-        files, proofs = exports(model_config), []
-        for name, form in files.items():
-            exported, errors = export(model, form, sample)
-            meta = {"iter": iter_num, "corpus": origin, "versions": code, "fold_error": errors, "run": asdict(cfg), **val}
-            save(exported.to_file(meta), out_dir / name)
-            proofs.append(f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items()))
-        print(f"exported {' and '.join(str(out_dir / name) for name in files)}")
-        print(f"largest logit difference from the trained model, relative to the largest logit: {'; '.join(proofs)}")
-        print(f"next: python bench.py {quoted}    or    python sample.py {quoted} --prompt=...")
-        if wandb_run is not None:
-            wandb_run.finish()
-    if ranks > 1:
-        dist.destroy_process_group()
+    # --- the exports
+    if ranks.main:
+        meta = {"iter": progress.iter, **origin, "run": asdict(cfg), **progress.val}
+        export_all(model, folder, val_tokens, meta)
+    folder.finish()
+    ranks.close()
 
 
 if __name__ == "__main__":
     keep_freed_memory()
-    torch.set_flush_denormal(True)  # a network that hardly trains has gradients so small that a CPU needs 30 times as long for them
-    with one_line_errors(ModelError), ExitStack() as held:  # of the run folder
+    torch.set_flush_denormal(True)  # on gradients that are almost 0 CPUs take 30 times as long
+    with one_line_errors(), ExitStack() as held:  # of the run folder
         main(held)

@@ -1,6 +1,6 @@
-# A minute and a half on two cores, no network: 0.33 M parameters learn from the Python standard library's source,
-# with RMSNorm for 80 steps, with the gate going down over the next 560, and without any norm in the blocks for
-# the last 160.
+# A minute and a half on two cores, no network: 0.33 M parameters learn from the Python standard library's
+# source, with RMSNorm for 80 steps, with the gate going down over the next 560, and without any norm in the
+# blocks for the last 160.
 
 out_dir = "out/demo"
 dataset = "stdlib"  # train.py prepares it

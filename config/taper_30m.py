@@ -1,4 +1,5 @@
-# Internal-Taper with the scale anchor, 30 M parameters, on TinyStories: the paper's setting (arXiv 2602.10408).
+# Internal-Taper with the scale anchor, 30 M parameters, on TinyStories: the paper's setting (arXiv
+# 2602.10408).
 
 out_dir = "out/taper_30m"
 dataset = "tinystories"  # 10k vocabulary

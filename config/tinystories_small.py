@@ -1,6 +1,7 @@
-# A TinyStories run for two CPU cores, minutes long: Internal-Taper with the anchor on 0.34 M parameters. The sweeps in
-# results/tinystories_small start from it. The corpus has 2,048 token ids:
-#   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k [--text=... --val_text=...]
+# A TinyStories run for two CPU cores, minutes long: Internal-Taper with the anchor on 0.34 M parameters. The
+# sweeps in results/tinystories_small start from it. The corpus has 2,048 token ids:
+#   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k
+# with --text=... --val_text=... where the hub cannot be reached.
 
 from config.taper_30m import *
 

@@ -1,162 +1,58 @@
-"""What every corpus shares: a tokenizer, and documents streamed through it into token files.
+"""What every corpus shares: documents streamed through a tokenizer into token files, and the way back.
 
     data/<name>/prepare.py  ->  train.bin  val.bin  tokenizer.model  meta.json
 
 A corpus hands over its two splits as streams of parts `(text, ends)`. A part is a document, or a stretch of
 one too long to hold in memory: `ends` says whether the document ends with it, and so whether an end token
-follows. Nothing here keeps more of a stream than one batch, and the tokenizer's sample.
+follows. Memory holds one batch of a stream at a time, and the sample that the tokenizer learns from.
 """
 
 import hashlib
 import heapq
-import io
 import itertools
 import json
-import os
 import random
-import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
-import sentencepiece
+from pydantic import AfterValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
-from config import BadInput, atomic_write
+from data.tokenizer import (
+    END,
+    MAX_VOCAB,
+    MIN_VOCAB,
+    Tokenizer,
+    check_vocab_size,
+    load_tokenizer,
+    train_tokenizer,
+)
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT, atomic_write
+from nanonorm.typed import Count, Range, Record, Whole, why
 
-END = "<|endoftext|>"  # the end-of-document token, and the line that ends a story in a local text file
 DTYPE = "<u2"  # of the token files
-MAX_VOCAB = 65536  # ids above would not fit DTYPE
-MIN_VOCAB = 258  # 256 byte tokens, <unk> and the end token
-SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 
-# Text the tokenizer learns from. Measured on 2 cores for 10k tokens of mixed prose and code: 16 MiB take 1.8 s and
-# 215 MB, 32 MiB 3.2 s and 440 MB, 64 MiB 6.2 s and 745 MB. The smallest holds the whole of data/stdlib.
+# Text the tokenizer learns from. Measured on 2 cores, 10k tokens of mixed prose and code: 16 MiB take 1.8 s
+# and 215 MB, 32 MiB 3.2 s and 440 MB, 64 MiB 6.2 s and 745 MB. The smallest holds the whole of data/stdlib.
 SAMPLE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20  # text tokenized at once, over all cores
-CHECK_EVERY = 100  # parts per part whose tokens are decoded again and compared
-
-# what readers of a meta.json rely on
-MANIFEST = {"vocab_size": int, "tokenizer": str, "tokenizer_sha256": str, "train_tokens": int, "val_tokens": int, "val_bytes": int,
-            "source": str}  # fmt: skip
+CHECK_EVERY = 100  # parts; one in so many is decoded again and compared
 
 Part = tuple[str, bool]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# the tokenizer
-
-
-class Tokenizer:
-    """Text to token ids and back, without loss: decode(encode(text)) == text for every Unicode string.
-
-    Attributes: vocab_size; eot_id, the end-of-document token, which no text encodes to; sha256 of the model.
-    """
-
-    def __init__(self, model: bytes, name: str = "tokenizer"):
-        """Args: model: bytes of a SentencePiece model; name: what an error calls it. Raises: BadInput."""
-        self.processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self.processor.LoadFromSerializedProto(model)
-        except RuntimeError:
-            raise BadInput(f"{name} is no SentencePiece model; run the corpus's prepare.py again") from None
-        pieces = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]
-        self.mark_ids = [self.processor.piece_to_id(piece) for piece in pieces]
-        self.eot_id = self.processor.piece_to_id(END)
-        if not all(map(self.processor.is_byte, self.mark_ids)) or not self.processor.is_control(self.eot_id):
-            raise BadInput(f"{name} lacks byte tokens or {END}; use a tokenizer that a prepare.py of this repository wrote")
-        self.vocab_size = self.processor.vocab_size()
-        self.sha256 = hashlib.sha256(model).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises: BadInput for a lone surrogate, which is no character."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise BadInput(f"the text is not valid Unicode at character {e.start}; give it as UTF-8") from None
-        # SentencePiece would take the mark for a space, so it goes in as the bytes it is
-        first, *rest = (self.processor.encode(stretch) for stretch in text.split(SPACE_MARK))
-        return first + [i for ids in rest for i in self.mark_ids + ids]
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` for each of `texts`, on all cores. They must be valid Unicode."""
-        # On 2 cores 1.9 times the speed of one (6.4 to 12.2 MB/s of stories), with nothing to pickle.
-        ids = self.processor.encode(texts, num_threads=os.cpu_count() or 1)
-        return [self.encode(text) if SPACE_MARK in text else i for text, i in zip(texts, ids, strict=True)]
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of any ids below vocab_size: the end token is nothing, bytes that are no UTF-8 are U+FFFD.
-
-        Raises: BadInput for an id that the vocabulary does not have.
-        """
-        try:
-            return self.processor.decode(ids)
-        except IndexError:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise BadInput(f"token id {wrong} is not in the tokenizer's {self.vocab_size}; is it another corpus's tokenizer?") from None
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in the file `path`. Raises: BadInput."""
-    try:
-        return Tokenizer(Path(path).read_bytes(), str(path))
-    except OSError as e:
-        raise BadInput(f"cannot read tokenizer {path}: {e.strerror}; run the corpus's prepare.py") from None
-
-
-def check_vocab_size(vocab_size: int):
-    """Refuse a size that no text could have. Raises: BadInput."""
-    if vocab_size > MAX_VOCAB:
-        raise BadInput(f"vocab_size={vocab_size}: token ids are written as uint16, so it can be {MAX_VOCAB} at most")
-    if vocab_size <= MIN_VOCAB:
-        raise BadInput(f"vocab_size={vocab_size}: 256 bytes, <unk> and {END} take {MIN_VOCAB}, and characters need more; try 4096")
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
-    """Train a byte-pair encoding. The same texts give the same bytes, whatever the machine.
-
-    Returns: the bytes of a SentencePiece model. Raises: BadInput, with the nearest size that would work.
-    """
-    check_vocab_size(vocab_size)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            # the text as it is: no normalization, no space in front, none removed, indentation and line ends as tokens
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            # SentencePiece's own end of sentence is a control token: text that spells it encodes to something else
-            unk_id=0,
-            eos_id=1,
-            eos_piece=END,
-            bos_id=-1,
-            pad_id=-1,
-            max_sentence_length=1 << 30,  # a document is one sentence; longer ones would be left out
-            num_threads=1,  # is written into the model, so must not depend on the machine; BPE uses only one
-            minloglevel=2,
-        )
-    except RuntimeError as e:
-        if most := re.search(r"set it to a value <= (\d+)", str(e)):
-            raise BadInput(f"vocab_size={vocab_size} is more than this text supports; it can be {most[1]} at most") from None
-        if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(e)):
-            raise BadInput(
-                f"vocab_size={vocab_size} is too small for the characters of this text; it must be {least[1]} at least"
-            ) from None
-        raise BadInput(f"sentencepiece cannot train on this text: {e}") from None
-    return model.getvalue()
+Stream = Iterable[Part]
 
 
 # ---------------------------------------------------------------------------------------------------------
 # streams
 
 
-def progress(parts: Iterable[Part], label: str, total: int | None = None) -> Iterator[Part]:
-    """`parts`, with a bar that counts their bytes; no bar where stderr is no terminal."""
+def progress(parts: Stream, label: str, total: int | None = None) -> Iterator[Part]:
+    """`parts`, with a bar that counts their bytes; no bar unless stderr is a terminal."""
     from tqdm import tqdm  # here, so that a prepared corpus can be used without it
 
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None) as bar:
@@ -165,12 +61,12 @@ def progress(parts: Iterable[Part], label: str, total: int | None = None) -> Ite
             bar.update(len(text.encode()))
 
 
-def sample(parts: Iterable[Part], limit: int = SAMPLE_BYTES) -> tuple[list[str], int]:
-    """The same spread-out choice of parts every time, at most `limit` bytes of text, from a stream of unknown length.
+def sample(parts: Stream, limit: int = SAMPLE_BYTES) -> tuple[list[str], int]:
+    """Choose parts from all over a stream, at most `limit` bytes of text, and the same ones every time.
 
-    Returns: (the texts, in order; UTF-8 bytes of the whole stream).
+    The stream's length need not be known. Returns: (the texts, in order; UTF-8 bytes of the whole stream).
     """
-    # Every part draws a number; those with the smallest stay. So each part has the same chance, wherever it stands.
+    # Every part draws a number, and the smallest stay. So each has the same chance, wherever it stands.
     rng, kept, size, total = random.Random(0), [], 0, 0
     for index, (text, _) in enumerate(parts):
         n_bytes = len(text.encode())
@@ -182,7 +78,7 @@ def sample(parts: Iterable[Part], limit: int = SAMPLE_BYTES) -> tuple[list[str],
     return [text for _, _, text, _ in sorted(kept, key=lambda entry: entry[1])], total
 
 
-def batches(parts: Iterable[Part], limit: int = BATCH_BYTES) -> Iterator[list[Part]]:
+def batches(parts: Stream, limit: int = BATCH_BYTES) -> Iterator[list[Part]]:
     """`parts` in lists of about `limit` bytes of text."""
     batch, size = [], 0
     for part in parts:
@@ -195,20 +91,19 @@ def batches(parts: Iterable[Part], limit: int = BATCH_BYTES) -> Iterator[list[Pa
         yield batch
 
 
-def write_tokens(tokenizer: Tokenizer, parts: Iterable[Part], file) -> dict[str, int]:
-    """Tokenize a stream into an open binary file, an end token after each document.
+def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
+    """Tokenize a stream into an open binary file, with an end token after each document.
 
     Returns: {"tokens", "bytes", "documents"}; bytes are those of the text in UTF-8, without end tokens.
-    Raises: BadInput if one of the documents that are checked does not come back from its tokens.
+    Raises: BadInput if a document that is checked does not come back from its tokens.
     """
     count, seen = {"tokens": 0, "bytes": 0, "documents": 0}, 0
     for batch in batches(parts):
         rows = tokenizer.encode_batch([text for text, _ in batch])
         for row, (text, ends) in zip(rows, batch, strict=True):
             if seen % CHECK_EVERY == 0 and tokenizer.decode(row) != text:
-                raise BadInput(
-                    f"the tokens of document {count['documents']} do not decode to its text {text[:40]!r}...; please report this"
-                )
+                which = f"document {count['documents']}, {text[:40]!r}..."
+                raise BadInput(f"{which}, does not decode to its own text; please report this")
             seen += 1
             count["bytes"] += len(text.encode())
             if ends:
@@ -221,10 +116,64 @@ def write_tokens(tokenizer: Tokenizer, parts: Iterable[Part], file) -> dict[str,
 
 
 # ---------------------------------------------------------------------------------------------------------
+# the manifest
+
+
+def printable(text: str) -> str:
+    """`text`; refused if a terminal or a one-line error could not show it."""
+    if not text.isprintable():
+        raise PydanticCustomError("printable", "Input should be one line of printable text")
+    return text
+
+
+Line = Annotated[str, AfterValidator(printable)]
+
+
+class Manifest(Record):
+    """meta.json, in the order of its keys: what the files beside it hold."""
+
+    vocab_size: Annotated[int, Range(MIN_VOCAB + 1, MAX_VOCAB)]
+    tokenizer: Line  # file name of the SentencePiece model
+    tokenizer_sha256: Line
+    end_token: Line
+    end_token_id: Whole
+    train_tokens: Count
+    val_tokens: Count
+    train_bytes: Count  # of the text in UTF-8, without end tokens
+    val_bytes: Count
+    train_documents: Whole
+    val_documents: Whole
+    dtype: Literal[DTYPE]
+    source: Line  # what text this is
+
+
+# ---------------------------------------------------------------------------------------------------------
 # a corpus
 
 
-def prepare(train: Callable[[], Iterable[Part]], val: Callable[[], Iterable[Part]], out_dir: Path, vocab_size: int, source: str) -> dict:
+def corpora() -> list[str]:
+    """Names of the corpora that this repository can prepare.
+
+    A checkpoint may name any folder as its data set. Only a prepare.py of these is ever run.
+    """
+    return sorted(path.parent.name for path in (ROOT / "data").glob("*/prepare.py"))
+
+
+def prepare_if_missing(folder: Path):
+    """Run the prepare.py of a corpus of this repository that has not been prepared yet. Raises: BadInput
+    for a folder that is no corpus. Exits with status 2 if prepare.py fails, which has then said why."""
+    if (folder / "meta.json").exists():
+        return
+    if folder not in [ROOT / "data" / name for name in corpora()]:
+        ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
+        raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}")
+    if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+        sys.exit(2)
+
+
+def prepare(
+    train: Callable[[], Stream], val: Callable[[], Stream], out_dir: Path, vocab_size: int, source: str
+) -> dict:
     """Train a tokenizer on the training split and write both splits as tokens.
 
     Args: train, val: each call starts the split's stream anew (the training split is read twice, the other
@@ -233,72 +182,95 @@ def prepare(train: Callable[[], Iterable[Part]], val: Callable[[], Iterable[Part
     Raises: BadInput. Then a corpus that was there before is still there.
     """
     check_vocab_size(vocab_size)
-    meta_file, files = out_dir / "meta.json", {split: out_dir / f"{split}.bin" for split in ("train", "val")}
+    if not source.isprintable():
+        raise BadInput(f"meta.json cannot hold the source {source!a}; give the file a printable name")
     texts, total = sample(progress(train(), "sample"))
-    if not texts:
+    if not total:
         raise BadInput(f"the training split of {source} holds no text")
-    print(f"tokenizer: learning {vocab_size:,} tokens from {sum(len(t.encode()) for t in texts):,} of {total:,} bytes", flush=True)
+    learning = sum(len(text.encode()) for text in texts)
+    print(f"tokenizer: learning {vocab_size:,} tokens from {learning:,} of {total:,} bytes", flush=True)
     model = train_tokenizer(texts, vocab_size)
     del texts
     tokenizer = Tokenizer(model)
 
-    with atomic_write(files["val"]) as val_file, atomic_write(files["train"]) as train_file:
-        counts = {
-            "train": write_tokens(tokenizer, progress(train(), "train", total), train_file),
-            "val": write_tokens(tokenizer, progress(val(), "val"), val_file),
-        }
-        if not counts["val"]["documents"]:
+    meta_file, train_bin, val_bin = out_dir / "meta.json", out_dir / "train.bin", out_dir / "val.bin"
+    with atomic_write(val_bin) as val_file, atomic_write(train_bin) as train_file:
+        of_train = write_tokens(tokenizer, progress(train(), "train", total), train_file)
+        of_val = write_tokens(tokenizer, progress(val(), "val"), val_file)
+        if not of_val["bytes"]:
             raise BadInput(f"the validation split of {source} holds no text")
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
     with atomic_write(out_dir / "tokenizer.model") as f:
         f.write(model)
+    check_written(train_bin, of_train)
+    check_written(val_bin, of_val)
 
-    for split, count in counts.items():
-        n_tokens, rest = divmod(files[split].stat().st_size, np.dtype(DTYPE).itemsize)
-        if rest or n_tokens != count["tokens"]:
-            raise BadInput(f"{files[split]} holds {n_tokens:,} tokens, not the {count['tokens']:,} written; is the disk sound?")
-        ratio = count["bytes"] / n_tokens
-        print(f"{split}: {count['documents']:,} documents, {count['bytes']:,} bytes, {n_tokens:,} tokens, {ratio:.3f} bytes per token")
-    meta = {
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": "tokenizer.model",
-        "tokenizer_sha256": tokenizer.sha256,
-        "end_token": END,
-        "end_token_id": tokenizer.eot_id,
-        **{f"{split}_{unit}": counts[split][unit] for unit in ("tokens", "bytes", "documents") for split in counts},
-        "dtype": DTYPE,
-        "source": source,
-    }
+    manifest = Manifest(
+        vocab_size=tokenizer.vocab_size,
+        tokenizer="tokenizer.model",
+        tokenizer_sha256=tokenizer.sha256,
+        end_token=END,
+        end_token_id=tokenizer.eot_id,
+        **{f"train_{unit}": n for unit, n in of_train.items()},
+        **{f"val_{unit}": n for unit, n in of_val.items()},
+        dtype=DTYPE,
+        source=source,
+    ).model_dump()
     with atomic_write(meta_file, "w") as f:
-        f.write(json.dumps(meta, indent=2) + "\n")
+        f.write(json.dumps(manifest, indent=2) + "\n")
     print(f"wrote train.bin, val.bin, tokenizer.model and meta.json to {out_dir}", flush=True)
-    return meta
+    return manifest
+
+
+def check_written(path: Path, count: dict[str, int]):
+    """Compare the size of a token file with what write_tokens counted, and print it. Raises: BadInput."""
+    n_tokens, n_bytes, n_documents = count["tokens"], count["bytes"], count["documents"]
+    size, wanted = path.stat().st_size, n_tokens * np.dtype(DTYPE).itemsize
+    if size != wanted:
+        raise BadInput(f"{path} has {size:,} bytes, not the {wanted:,} written; is the disk sound?")
+    print(
+        f"{path.stem}: {n_documents:,} documents, {n_bytes:,} bytes, {n_tokens:,} tokens, "
+        f"{n_bytes / n_tokens:.3f} bytes per token"
+    )
 
 
 def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.ndarray]:
-    """(meta.json, train tokens, val tokens) of a prepared corpus, each split checked and long enough for one window.
+    """Open a prepared corpus and check it: each split is sound, and long enough for one window of block_size.
 
-    meta also has each split's sha256. The tokens are memory-mapped int16 that hold uint16 ids: `& 0xFFFF` after widening. Raises: BadInput.
+    Returns: (what meta.json holds and each split's sha256, train tokens, val tokens). The tokens are 1-D and
+    memory-mapped, int16 that hold uint16 ids: `& 0xFFFF` after widening. Raises: BadInput.
     """
+    meta_file = folder / "meta.json"
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        wrong = [name for name, kind in MANIFEST.items() if type(meta[name]) is not kind or not str(meta[name]).isprintable()]
-        if wrong or not MIN_VOCAB < meta["vocab_size"] <= MAX_VOCAB:
-            raise BadInput(f"{folder}/meta.json has a {(wrong or ['vocab_size'])[0]} that no prepare.py writes; prepare {folder} again")
-        splits = []
-        for split in ("train", "val"):
-            path, n = folder / f"{split}.bin", meta[f"{split}_tokens"]
-            if path.stat().st_size != 2 * n:
-                raise BadInput(f"{path} has {path.stat().st_size} bytes, meta.json says {2 * n}; prepare {folder} again")
-            if n <= block_size:
-                raise BadInput(f"{path} has {n} tokens, too few for one window of block_size={block_size}")
-            tokens = np.memmap(path, dtype=DTYPE, mode="c")
-            if (top := int(tokens.max())) >= meta["vocab_size"]:
-                raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {meta['vocab_size']}; prepare {folder} again")
-            meta[f"{split}_sha256"] = hashlib.sha256(tokens).hexdigest()
-            splits.append(tokens.view("<i2"))
-        if load_tokenizer(folder / meta["tokenizer"]).sha256 != meta["tokenizer_sha256"] or not 0 < meta["val_bytes"] < 2**60:
-            raise BadInput(f"{folder / meta['tokenizer']} is not the tokenizer that meta.json names; prepare {folder} again")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise BadInput(f"{folder} is no prepared corpus ({type(e).__name__}: {e}); prepare it again") from None
-    return meta, *splits
+        manifest = Manifest.model_validate_json(meta_file.read_bytes())
+        train = open_split(folder / "train.bin", manifest.train_tokens, block_size, manifest.vocab_size)
+        val = open_split(folder / "val.bin", manifest.val_tokens, block_size, manifest.vocab_size)
+    except ValidationError as e:
+        raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); prepare {folder} again") from None
+    except (OSError, ValueError) as e:
+        raise BadInput(f"cannot read the corpus in {folder} ({e}); prepare it again") from None
+    tokenizer = folder / manifest.tokenizer
+    if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:
+        raise BadInput(f"{tokenizer} is not the tokenizer that meta.json names; prepare {folder} again")
+    meta = manifest.model_dump()
+    meta["train_sha256"] = hashlib.sha256(train).hexdigest()
+    meta["val_sha256"] = hashlib.sha256(val).hexdigest()
+    return meta, train, val
+
+
+def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int) -> np.ndarray:
+    """The (n_tokens,) uint16 ids of a token file, memory-mapped as int16.
+
+    Raises: BadInput; OSError or ValueError if the file cannot be mapped.
+    """
+    again = f"prepare {path.parent} again"
+    size = path.stat().st_size
+    if size != 2 * n_tokens:
+        raise BadInput(f"{path} has {size} bytes, meta.json says {2 * n_tokens}; {again}")
+    if n_tokens <= block_size:
+        raise BadInput(f"{path} has {n_tokens} tokens, too few for one window of block_size={block_size}")
+    tokens = np.memmap(path, dtype=DTYPE, mode="c")
+    top = int(tokens.max())
+    if top >= vocab_size:
+        raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {vocab_size}; {again}")
+    return tokens.view("<i2")

@@ -1,5 +1,7 @@
-"""Windows of the token files as tensors. A training batch is a function of (seed, step, index of the micro-batch over all ranks),
-of nothing else: so a resumed run sees what an uninterrupted one does, and so do two ranks.
+"""Windows of the token files as tensors.
+
+A training batch is a function of (seed, step, index of the micro-batch over all ranks) and nothing else. So a
+resumed run sees what an uninterrupted one does, and no rank needs to ask another what to read.
 
 tokens: 1-D int16 tensor, memory-mapped or on the device, whose bits are the uint16 of a .bin file.
 """
@@ -9,13 +11,27 @@ import torch
 
 
 def windows(tokens, starts, length: int, device):
-    """(inputs, targets), each (len(starts), length), of the windows that begin at `starts` (numpy int64)."""
+    """(inputs, targets), each (len(starts), length) int64, of the windows at `starts` (numpy int64)."""
     at = torch.from_numpy(starts).to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
-    ids = tokens[at].to(device, non_blocking=True).long() & 0xFFFF  # the int16 hold uint16
+    ids = tokens[at].to(device, non_blocking=True).long() & 0xFFFF  # back to uint16
     return ids[:, :-1], ids[:, 1:]
 
 
 def train_batch(tokens, cfg, step: int, index: int, device):
-    """Micro-batch `index` (over all ranks) of optimizer step `step`."""
+    """Micro-batch `index` (over all ranks) of optimizer step `step`.
+
+    Returns: (inputs, targets), each (batch_size, block_size) int64.
+    """
     rng = np.random.default_rng((cfg.seed, step, index))
-    return windows(tokens, rng.integers(len(tokens) - cfg.block_size, size=cfg.batch_size), cfg.block_size, device)
+    starts = rng.integers(len(tokens) - cfg.block_size, size=cfg.batch_size)
+    return windows(tokens, starts, cfg.block_size, device)
+
+
+def on_device(device, *splits: np.ndarray) -> list[torch.Tensor]:
+    """The splits as tensors: on a GPU where they take less than a quarter of what is free, else
+    memory-mapped."""
+    tensors = [torch.from_numpy(split) for split in splits]
+    n_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    if device.type == "cuda" and n_bytes < 0.25 * torch.cuda.mem_get_info(device)[0]:
+        return [t.to(device) for t in tensors]
+    return tensors

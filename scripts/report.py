@@ -3,13 +3,13 @@
     python scripts/report.py out/small --out=results/tinystories_small
     python scripts/report.py out/small out/lambda out/steps --out=results/tinystories_small
 
-Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, damaged, unfinished, of
-another version, not finite, a second copy) is named in the report with the reason, and is in no number. Runs that differ in
-anything but the variant and the seed are never averaged: sizes, corpora, devices, versions of torch and lengths get tables
-of their own, lambda and the gate schedule a study each. Runs of other commits are named. Needs matplotlib.
+Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, damaged,
+unfinished, of another version, not finite, a second copy) is named in the report with the reason, and counts
+in no number. Runs that differ in anything but the variant and the seed are never averaged: sizes, corpora,
+devices, versions of torch and lengths get tables of their own, lambda and the gate schedule a study each.
+Runs of other commits are named. Needs matplotlib and pandas.
 """
 
-import math
 import shlex
 import sys
 from collections import Counter, defaultdict
@@ -22,34 +22,69 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ROOT, BadInput, Config, Count, atomic_write, one_line_errors, parse
+from config import Config
 from data import open_corpus
-from model import ModelError, Transformer
-from scripts.figures import Figures
-from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, READ_BY, VARIANTS, Unusable, read_run, tail
+from model import Transformer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, ModelError, one_line_errors
+from nanonorm.files import ROOT, atomic_write
+from nanonorm.typed import Count
+from scripts.figures import COLUMNS, Figures, Panel, series_of
+from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, PAPER_ROWS, READ_BY, Unusable, is_read, read_finished, tail
+
+try:
+    import pandas as pd
+except ImportError:
+    with one_line_errors():
+        raise BadInput("the tables need pandas: pip install -r requirements-dev.txt") from None
 
 TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 
-# Relative gap to Baseline in %, the range over 1 to 30 M parameters after 1 M steps of 8,192 tokens: arXiv 2602.10408, first
-# version; that of internal_aux as a public summary of it says. What no public source says has none.
+# Relative gap to Baseline in %, the range over 1 to 30 M parameters after 1 M steps of 8,192 tokens, from the
+# first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows: not public.
 PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
 
-# no points of comparison
-SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph"} | NOT_THE_RUN
+# knobs that set no runs apart: what is compared, and where and how a run computes
+SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph"}
+SKIP |= NOT_THE_RUN
+
+ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
+GAP = "gap by pairs, % (pairs)"
+
+LOSSES = [
+    Panel("Training loss, the last half", "train/ce", "nats per token", since=0.5),
+    Panel("less the baseline's", "train/ce", "nats per token", less_baseline=True),
+]
+SCALES = [
+    Panel("Norm of the logits", "logits/l2", "mean l2 norm"),
+    Panel("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)"),
+]
+GRADIENTS = [
+    Panel(kind, f"grad/{kind}", "gradient norm" if kind in ("qkv", "down") else "")  # first of its row
+    for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm")
+]
 
 
 @dataclass
-class Report:
+class ReportKnobs:
     """What is written."""
 
     out: str = "results/report"  # folder of report.md, *.png and *.csv
     tokens: Count = 4096  # of validation text, for the residual stream's RMS
 
 
+# ---------------------------------------------------------------------------------------------------------
+# the runs, as a table
+
+
 @dataclass(eq=False)
-class Run:
-    """A finished run. settings: as recorded; point: what it may be compared by, defaults that follow another knob as None."""
+class FinishedRun:
+    """A run that the report may use.
+
+    settings: as the run resolved them; point: what sets it apart from others beside variant and seed, with
+    None for a knob that follows another one; head, lines: its metrics.jsonl.
+    """
 
     folder: Path
     variant: str
@@ -66,51 +101,60 @@ class Run:
     def loss(self) -> float:
         return self.lines[-1]["val/loss"]
 
-    def series(self, name: str) -> dict[int, float]:
-        """{step: value}, nan where the log has null."""
-        return {x["iter"]: math.nan if x[name] is None else x[name] for x in self.lines if name in x}
-
-
-# --- runs
-
 
 def variant_of(s: dict) -> str:
-    """Its name in VARIANTS, else one made of its knobs."""
-    kind = (s["norm"], s["taper"], s["aux_weight"] > 0)
-    made = "_".join([s["norm"]] + [s["taper"]] * (s["taper"] != "none") + ["aux"] * (s["aux_weight"] > 0))
-    return next((name for name, knobs in VARIANTS.items() if knobs == kind), made)
+    """Its name in PAPER_ROWS, else one made of its knobs."""
+    knobs = (s["norm"], s["taper"], s["aux_weight"] > 0)
+    for name, row in PAPER_ROWS.items():
+        if row == knobs:
+            return name
+    made = [s["norm"]]
+    if s["taper"] != "none":
+        made.append(s["taper"])
+    if s["aux_weight"] > 0:
+        made.append("aux")
+    return "_".join(made)
 
 
 def point_of(head: dict) -> dict:
-    """What sets runs apart beside variant and seed; lambda and the gate's knobs where they are read."""
-    s, read = head["settings"], Config(**head["settings"])
-    follows = {"warmup_iters": max(1, s["max_iters"] // 20), "lr_decay_iters": max(s["max_iters"], s["warmup_iters"] + 1),
-               "gate_start": s["warmup_iters"], "gate_end": s["max_iters"]}  # fmt: skip
-    point = {k: None if v == follows.get(k, math.nan) else v for k, v in s.items() if k not in SKIP}
-    point = {k: v for k, v in point.items() if READ_BY.get(k, lambda c: True)(read)}
-    point |= {"aux_weight": s["aux_weight"]} if s["aux_weight"] else {}
+    """What sets runs apart beside variant and seed; a knob only where the run reads it."""
+    s, config = head["settings"], Config(**head["settings"])
+    follows = {
+        "warmup_iters": max(1, s["max_iters"] // 20),
+        "lr_decay_iters": max(s["max_iters"], s["warmup_iters"] + 1),
+        "gate_start": s["warmup_iters"],
+        "gate_end": s["max_iters"],
+    }
+    point = {}
+    for knob, value in s.items():
+        if knob not in SKIP and is_read(knob, config):
+            at_default = knob in follows and value == follows[knob]
+            point[knob] = None if at_default else value
+    if s["aux_weight"]:
+        point["aux_weight"] = s["aux_weight"]
     corpus = "{tokenizer_sha256:.8}, {train_tokens:,} + {val_tokens:,} tokens".format(**head["corpus"])
-    return point | {"corpus": corpus, "device": head["versions"]["device"], "torch": head["versions"]["torch"]}
+    return point | {"corpus": corpus, **{name: head["versions"][name] for name in ("device", "torch")}}
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path) -> FinishedRun:
     """The run in a folder. Raises: Unusable."""
     try:
-        head, lines = read_run(folder)
+        head, lines = read_finished(folder)
     except Unusable as e:
-        said = [line for line in tail(f"{folder}.log") if "non-finite" in line][-1:]  # what the sweep kept of it
-        raise Unusable(str(e) + "".join(f" ({line.strip()})" for line in said)) from None
-    return Run(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
+        said = [line for line in tail(f"{folder}.log") if "non-finite" in line]  # what the sweep kept of it
+        raise Unusable(f"{e} ({said[-1].strip()})" if said else str(e)) from None
+    return FinishedRun(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
 
 
-def collect(paths: list[str]) -> tuple[list[Run], dict[str, str]]:
-    """(runs, {folder: why it is left out}) of run folders and folders of runs. Raises: BadInput if there is nothing to report."""
+def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
+    """(runs, {folder: why it is left out}) of run folders and folders of runs. Raises: BadInput if there is
+    nothing to report."""
     runs, left_out, seen = [], {}, {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise BadInput(f"no folder {path}; name run folders, or folders of runs")
-        itself = any((path / mark).exists() for mark in ("metrics.jsonl", "config.json", "ckpt.pt"))
-        for folder in [path] if itself else sorted(p for p in path.iterdir() if p.is_dir()):
+        is_run = any((path / mark).exists() for mark in ("metrics.jsonl", "config.json", "ckpt.pt"))
+        for folder in [path] if is_run else sorted(p for p in path.iterdir() if p.is_dir()):
             try:
                 run = load(folder)
                 key = (run.variant, run.seed, repr(run.point))
@@ -126,359 +170,509 @@ def collect(paths: list[str]) -> tuple[list[Run], dict[str, str]]:
     return runs, left_out
 
 
-def varying(runs: list[Run]) -> list[str]:
+def table_of(runs: list[FinishedRun]) -> pd.DataFrame:
+    """One row a run: `run` itself, its folder, variant, seed, lambda, ENDS, the drift of s off its target in
+    %, and a column for every knob of a point: None where the run does not read it, or leaves it to follow
+    another."""
+    knobs = dict.fromkeys(knob for run in runs for knob in run.point)
+    rows = []
+    for run in runs:
+        row = {"run": run, "folder": run.folder, "variant": run.variant, "seed": run.seed}
+        row |= {"lambda": run.settings["aux_weight"], **{name: run.lines[-1].get(name) for name in ENDS}}
+        rows.append(row | {knob: run.point.get(knob) for knob in knobs})
+    numbers = {"seed": int, **dict.fromkeys(ENDS, float)}
+    table = pd.DataFrame(rows, dtype=object).astype(numbers)  # object: a knob keeps its type beside a None
+    return table.assign(drift=100 * (table["s/mean"] / table["s/target"] - 1))
+
+
+def varying(runs: pd.DataFrame) -> list[str]:
     """Knobs in which runs that read them differ, lambda among runs of the same variant."""
-    found = []
-    for k in dict.fromkeys(k for r in runs for k in r.point):
-        groups = [runs] if k != "aux_weight" else [[r for r in runs if r.variant == v] for v in {r.variant for r in runs}]
-        if any(len({repr(r.point[k]) for r in g if k in r.point}) > 1 for g in groups):
-            found.append(k)
-    return found
+    rows = []
+    for run in runs.run:
+        for knob, value in run.point.items():
+            among = run.variant if knob == "aux_weight" else "all"
+            rows.append((knob, among, repr(value)))
+    points = pd.DataFrame(rows, columns=["knob", "among", "value"])
+    values = points.groupby(["knob", "among"], sort=False).value.nunique()
+    most = values.groupby("knob", sort=False).max()
+    return list(most.index[most > 1])
 
 
-def grouped(runs: list[Run], key) -> dict[tuple, list[Run]]:
-    """Runs by a tuple, in its order; None comes first."""
-    groups = defaultdict(list)
-    for r in runs:
-        groups[key(r)].append(r)
-    return dict(sorted(groups.items(), key=lambda item: [(v is not None, isinstance(v, str), v) for v in item[0]]))
+def split(runs: pd.DataFrame, columns: list[str]) -> dict[tuple, pd.DataFrame]:
+    """{values of some columns: the runs that have them}, in order of the values, None before others."""
+    if not columns:
+        return {(): runs}
+    ordered = runs.sort_values(columns, na_position="first", kind="stable")
+    groups = {}
+    for key, same in ordered.groupby(columns, sort=False, dropna=False):
+        groups[tuple(None if pd.isna(value) else value for value in key)] = same
+    return groups
 
 
-def split(runs: list[Run], knobs) -> dict[tuple, list[Run]]:
-    """Runs by their values of some knobs, None where a run does not read it or leaves it to follow another."""
-    return grouped(runs, lambda r: tuple(r.point.get(k) for k in knobs))
-
-
-def main_rows(runs: list[Run], options: list[str]) -> dict[str, list[Run]]:
-    """{variant: its runs by seed}; of several lambdas the paper's, of several gates the default, else the one with most seeds."""
-    usual = {**asdict(Config()), "aux_weight": AUX_WEIGHT}
+def main_rows(runs: pd.DataFrame, options: list[str]) -> dict[str, pd.DataFrame]:
+    """{variant: its runs by seed}; of several lambdas the paper's, of several gates the default, else the
+    setting with most seeds."""
+    usual = asdict(Config()) | {"aux_weight": AUX_WEIGHT}
     rows = {}
-    for variant in [*VARIANTS, *sorted({r.variant for r in runs} - set(VARIANTS))]:
-        groups = split([r for r in runs if r.variant == variant], options)
-        best = max(groups, key=lambda g: (sum(v == usual[k] for k, v in zip(options, g, strict=True)), len(groups[g])), default=None)
-        rows[variant] = sorted(groups[best], key=lambda r: r.seed) if best is not None else []
+    for variant in [*PAPER_ROWS, *sorted(set(runs.variant) - set(PAPER_ROWS))]:
+        mine = runs[runs.variant == variant]
+        rank = (-1, 0)
+        rows[variant] = mine
+        for values, same in split(mine, options).items():
+            at_default = sum(usual[knob] == value for knob, value in zip(options, values, strict=True))
+            if (at_default, len(same)) > rank:
+                rank = (at_default, len(same))
+                rows[variant] = same.sort_values("seed", kind="stable")
     return rows
 
 
-# --- numbers
+# ---------------------------------------------------------------------------------------------------------
+# numbers
 
 
 def spread(values, digits: int = 4, sign: str = "") -> str:
     """mean +- sample standard deviation; a dash for what there is not."""
     if not len(values):
         return "-"
-    sd = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{np.mean(values):{sign}.{digits}f}{sd}"
+    mean = f"{np.mean(values):{sign}.{digits}f}"
+    return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
 
 
-def paired(runs: list[Run], base: list[Run]) -> list[float]:
-    """Relative gap in % to the run of the same seed, for each seed that both have."""
-    of = {r.seed: r.loss for r in base}
-    return [100 * (r.loss / of[r.seed] - 1) for r in runs if r.seed in of]
+def gap_of_means(runs: pd.DataFrame, base: pd.DataFrame) -> str:
+    """Relative gap to Baseline in %, of the mean losses."""
+    if runs.empty or base.empty:
+        return "-"
+    return f"{100 * (np.mean(runs['val/loss']) / np.mean(base['val/loss']) - 1):+.2f}"
 
 
-def stream_rms(run: Run, tokens: int) -> tuple[np.ndarray, int] | str:
-    """((3, layers), tokens used): RMS of the residual stream before attention, before the MLP, and their ratio, means over validation
-    tokens at gate 0, from the last checkpoint. A str says why there is none."""
-    folder = ROOT / "data" / run.settings["dataset"]
-    path = next((p for n in ("ckpt.pt", "unfused.pt", "model.pt") if (p := run.folder / n).exists()), run.folder / "ckpt.pt")
+def gap_of_pairs(runs: pd.DataFrame) -> str:
+    """Relative gap to Baseline in %, over pairs of the same seed, with their number."""
+    gaps = runs.gap.dropna()
+    return f"{spread(gaps, 2, '+')} ({len(gaps)})" if len(gaps) else "-"
+
+
+def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
+    """((3, layers), tokens used): RMS of the residual stream before attention, before the MLP, and their
+    ratio, means over validation tokens at gate 0, from the last checkpoint. A str says why there is none."""
+    corpus, length = ROOT / "data" / run.settings["dataset"], run.settings["block_size"]
+    files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
+    there = [path for path in files if path.exists()]
     try:
-        meta, _, val = open_corpus(folder, run.settings["block_size"])
+        meta, _, val = open_corpus(corpus, length)
         if meta["tokenizer_sha256"] != run.head["corpus"]["tokenizer_sha256"]:
-            return f"{folder.name} is another corpus than the run's"
-        model = Transformer.load(path)
+            return f"{corpus.name} is another corpus than the run's"
+        model = Transformer.load((there or files)[0])
     except (BadInput, ModelError) as e:
         return str(e)
-    count = max(1, min(tokens, len(val)) // (length := run.settings["block_size"]))
-    idx = torch.from_numpy(val[: count * length].copy()).view(count, length).long() & 0xFFFF
-    before, found = [], []  # the stream of the block at work; a pair per block
+    count = max(1, min(tokens, len(val)) // length)
+    ids = val[: count * length].astype(np.int64) & 0xFFFF  # back to uint16
+    idx = torch.from_numpy(ids).view(count, length)
+    before, found = [], []  # the input of each block so far; three means a block
 
     def rms(h):
         return h.float().square().mean(-1).sqrt()
 
+    def before_block(module, args):
+        before.append(args[0])
+
     def after_attention(module, args, out):
-        x, h = rms(before[-1]), rms(before[-1] + out)  # CoupledNorm's blocks call no norm, so its input is rebuilt here
+        # CoupledNorm's blocks call no norm before the MLP, so what would be its input is rebuilt here
+        x, h = rms(before[-1]), rms(before[-1] + out)
         found.append([x.mean().item(), h.mean().item(), (h / x).mean().item()])
 
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: before.append(args[0]))
+        block.register_forward_pre_hook(before_block)
         block.attn.proj.register_forward_hook(after_attention)
     with torch.no_grad():
         model(idx, last_only=True)
     return np.array(found).T, idx.numel()
 
 
-# --- the report
+# ---------------------------------------------------------------------------------------------------------
+# tables
 
 
-def markdown(head: list[str], rows: list[list]) -> str:
+def markdown(rows: list, head: list[str]) -> str:
     """A table, its first column to the left and the others to the right."""
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, [":---"] + ["---:"] * (len(head) - 1), *rows])
+    lines = [head, [":---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
-def gap_cells(runs: list[Run], base: list[Run]) -> list[str]:
-    """Relative gap to Baseline in %: of the means, and by pairs of the same seed."""
-    if not runs or not base:
-        return ["-", "-"]
-    of_means, pairs = 100 * (np.mean([r.loss for r in runs]) / np.mean([r.loss for r in base]) - 1), paired(runs, base)
-    return [f"{of_means:+.2f}", f"{spread(pairs, 2, '+')} ({len(pairs)})"]
-
-
-def speed_cell(runs: list[Run]) -> str:
-    values = [v for r in runs for v in list(r.series("perf/tok_s").values())[1:]]  # the first line holds the warm-up
-    return "{1:,.0f} ({0:,.0f} - {2:,.0f})".format(*np.percentile(values, (25, 50, 75))) if values else "-"
-
-
-def main_table(rows: dict[str, list[Run]]) -> str:
-    base, table = rows["baseline"], []
-    for v, runs in rows.items():
-        losses = (spread([r.lines[-1][name] for r in runs]) for name in ("val/loss", "val/bpb"))
-        table.append([v, len(runs), *losses, *gap_cells(runs, base), PAPER.get(v, "-")])
-    return markdown(["variant", "n", "val/loss, nats/token", "val/bpb", "gap, %", "gap by pairs, % (pairs)", "paper's gap, %"], table)
-
-
-def equality_table(rows: dict[str, list[Run]]) -> str:
-    seeds = {v: {r.seed: r for r in rows[v]} for v in ("baseline", "layernorm", "cbwc")}
+def main_table(rows: dict[str, pd.DataFrame]) -> str:
+    """Losses and their gaps to Baseline, beside the paper's."""
     table = []
-    for seed in sorted(set().union(*seeds.values())):
-        loss = {v: of[seed].loss if seed in of else math.nan for v, of in seeds.items()}
-        table.append([seed, *(f"{loss[v]:.7f}" for v in seeds), f"{loss['cbwc'] - loss['layernorm']:+.7f}",
-                      f"{loss['baseline'] - loss['layernorm']:+.7f}"])  # fmt: skip
-    head = ["seed", "RMSNorm (baseline)", "LayerNorm", "CBWC + RMSNorm", "CBWC - LayerNorm", "RMSNorm - LayerNorm"]
-    return markdown(head, table).replace("+nan", "-").replace("nan", "-")
+    for v, runs in rows.items():
+        losses = [spread(runs["val/loss"]), spread(runs["val/bpb"])]
+        gaps = [gap_of_means(runs, rows["baseline"]), gap_of_pairs(runs), PAPER.get(v, "-")]
+        table.append([v, len(runs), *losses, *gaps])
+    head = ["variant", "n", "val/loss, nats/token", "val/bpb", "gap, %", GAP, "paper's gap, %"]
+    return markdown(table, head)
 
 
-def seeds_text(runs: list[Run]) -> str:
-    return ", ".join(str(seed) for seed in sorted({r.seed for r in runs})) or "-"
+def speed_table(rows: dict[str, pd.DataFrame], alphas: dict[str, str]) -> str:
+    """CoupledNorm's Table 1, with CBWC: loss, tok/s and alpha of the designs that keep a statistic."""
+    table = []
+    for v in ("baseline", "coupled", "layernorm", "cbwc"):
+        runs, speeds, speed = rows[v], [], "-"
+        for run in runs.run:
+            speeds += list(series_of(run.lines, "perf/tok_s").values())[1:]  # the first holds the warm-up
+        if speeds:
+            low, median, high = np.percentile(speeds, (25, 50, 75))
+            speed = f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
+        loss = spread(runs["val/loss"])
+        table.append([v, len(runs), loss, gap_of_pairs(runs), speed, alphas.get(v, "-")])
+    return markdown(table, ["variant", "n", "val/loss", GAP, "tok/s, median (quartiles)", "alpha"])
 
 
-def over_common_seeds(points: dict, what: str, notes: list[str]) -> dict:
-    """{x: runs} of a curve, over the seeds that all its points have; with a note as it is where there is no such seed."""
-    common = set.intersection(*({r.seed for r in runs} for runs in points.values())) if points else set()
-    if points and not common:
-        notes.append(f"{what}: no seed is common to all points; each is over the seeds named beside it.")
-    return {x: [r for r in runs if r.seed in common or not common] for x, runs in points.items()}
+def equality_table(rows: dict[str, pd.DataFrame]) -> str:
+    """A row a seed: val/loss of RMSNorm, LayerNorm and CBWC, and their differences."""
+    variants = ["baseline", "layernorm", "cbwc"]
+    runs = pd.concat([rows[v] for v in variants])
+    loss = runs.pivot(index="seed", columns="variant", values="val/loss").reindex(columns=variants)
+    table = loss.map("{:.7f}".format, na_action="ignore")
+    for v in ("cbwc", "baseline"):
+        table[f"{v} less"] = (loss[v] - loss.layernorm).map("{:+.7f}".format, na_action="ignore")
+    head = ["seed", "RMSNorm (baseline)", "LayerNorm", "CBWC + RMSNorm"]
+    head += ["CBWC - LayerNorm", "RMSNorm - LayerNorm"]
+    return markdown(table.astype(object).fillna("-").itertuples(name=None), head)
 
 
-def knobs_text(point: dict, knobs) -> str:
+def seeds_text(runs: pd.DataFrame) -> str:
+    return ", ".join(map(str, sorted(set(runs.seed)))) or "-"
+
+
+def knobs_text(runs: pd.DataFrame, knobs) -> str:
+    """The values of some knobs in runs that share them."""
+    point = runs.run.iloc[0].point if len(runs) else {}
     return ", ".join(f"{k} {point[k]}" for k in knobs if point.get(k) is not None)
 
 
-def lambda_study(figures: Figures, name: str, group: list[Run], options: list[str], base: list[Run]) -> list[str]:
+def over_common_seeds(points: dict, what: str, notes: list[str]) -> dict:
+    """{x: runs} of a curve, over the seeds that all its points have; as it is, with a note, where there is no
+    such seed."""
+    seeds = [set(runs.seed) for runs in points.values()]
+    common = set.intersection(*seeds) if seeds else set()
+    if common:
+        return {x: runs[runs.seed.isin(common)] for x, runs in points.items()}
+    if points:
+        notes.append(f"{what}: no seed is common to all points; each is over the seeds named beside it.")
+    return points
+
+
+# ---------------------------------------------------------------------------------------------------------
+# studies: one knob, several values. Each returns blocks of markdown
+
+
+def lambda_study(figures: Figures, name: str, runs: pd.DataFrame, options: list[str], base: pd.DataFrame):
     """Loss, drift of s and logit norm over lambda; lambda 0 is the variant without the anchor."""
-    table, notes, loss, drift, logits, drawn = [], [], {}, {}, {}, set()
+    table, notes, drawn = [], [], set()
+    curves = {column: defaultdict(list) for column in ("val/loss", "drift", "logits/l2")}
+    others = [k for k in options if k != "aux_weight"]
     for variant in ("internal_aux", "all_aux"):
-        points, plain = {}, variant.removesuffix("_aux")
-        for (weight,), runs in split([r for r in group if r.variant in (variant, plain)], ["aux_weight"]).items():
-            points[weight or 0] = main_rows(runs, [k for k in options if k != "aux_weight"])[variant if weight else plain]
-        for weight, runs in over_common_seeds(points, variant, notes).items():
-            ends = [r.lines[-1] for r in runs]
-            s, l2 = [e["s/mean"] for e in ends], [e["logits/l2"] for e in ends]
-            off = [100 * (e["s/mean"] / e["s/target"] - 1) for e in ends if weight]
-            target = spread([e["s/target"] for e in ends if weight])
-            cells = [spread([r.loss for r in runs]), gap_cells(runs, base)[1], spread(s), target, spread(off, 1, "+"), spread(l2, 1)]
-            table.append([variant, weight, len(runs), seeds_text(runs), *cells])
-            drawn |= {r.seed for r in runs}
-            if weight:
-                for curves, values in ((loss, [r.loss for r in runs]), (drift, off), (logits, l2)):
-                    curves.setdefault(variant, []).append((weight, values))
-    beside = [r for r in base if r.seed in drawn] or base
-    level = np.mean([r.loss for r in beside]) if base else None
-    picture = figures.study(name, "lambda (aux_weight)", [("val/loss, nats/token", loss, level), ("s off its target, %", drift, 0),
-                                                          ("logits/l2", logits, None)])  # fmt: skip
-    head = ["variant", "lambda", "n", "seeds", "val/loss", "gap by pairs, % (pairs)", "s/mean", "s/target", "s off target, %", "logits/l2"]
-    note = ("At the last step, over the seeds that all points of a variant have. Points: means; bars: 2.5 to 97.5 percentiles; dotted: "
-            f"the baseline's loss (seeds {seeds_text(beside)}), and no drift.")  # fmt: skip
-    return [markdown(head, table), "", picture, "", " ".join([note, *notes]), ""]
+        plain, points = variant.removesuffix("_aux"), {}
+        for (weight,), same in split(runs[runs.variant.isin([variant, plain])], ["aux_weight"]).items():
+            points[weight or 0] = main_rows(same, others)[variant if weight else plain]
+        for weight, here in over_common_seeds(points, variant, notes).items():
+            anchored = here if weight else here.iloc[:0]
+            row = [variant, weight, len(here), seeds_text(here), spread(here["val/loss"]), gap_of_pairs(here)]
+            row += [spread(here["s/mean"]), spread(anchored["s/target"]), spread(anchored.drift, 1, "+")]
+            table.append([*row, spread(here["logits/l2"], 1)])
+            drawn |= set(here.seed)
+            for column, of_variant in curves.items():
+                if weight:
+                    of_variant[variant].append((weight, here[column]))
+    beside = base[base.seed.isin(drawn)]
+    beside = base if beside.empty else beside
+    level = None if base.empty else np.mean(beside["val/loss"])
+    labels = {"val/loss, nats/token": level, "s off its target, %": 0, "logits/l2": None}
+    panels = [(label, points, labels[label]) for label, points in zip(labels, curves.values(), strict=True)]
+    picture = figures.study(name, "lambda (aux_weight)", panels)
+    head = ["variant", "lambda", "n", "seeds", "val/loss", GAP]
+    head += ["s/mean", "s/target", "s off target, %", "logits/l2"]
+    note = (
+        "At the last step, over the seeds that all points of a variant have. Points: means; bars: 2.5 to "
+        f"97.5 percentiles; dotted: the baseline's loss (seeds {seeds_text(beside)}), and no drift."
+    )
+    return [markdown(table, head), picture, " ".join([note, *notes])]
 
 
-def schedule_study(figures: Figures, name: str, group: list[Run], knobs: list[str], base: list[Run]) -> list[str]:
-    """The variants' own knobs that vary, each combination a row; drawn over the gate's, if it is among them."""
+def schedule_study(figures: Figures, name: str, runs: pd.DataFrame, knobs: list[str]) -> list[str]:
+    """The variants' own knobs that vary, each combination a row; drawn over the gate's, if it is among
+    them."""
     over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
+    others = [k for k in knobs if k != over]
+    resolved = {knob: pd.Series([r.settings[knob] for r in runs.run], runs.index, object) for knob in knobs}
+    runs = runs.assign(**resolved)  # the values that a None stands for
     table, notes, curves = [], [], defaultdict(list)
-    for (variant, weight), runs in grouped(group, lambda r: (r.variant, r.settings["aux_weight"])).items():
-        if len({tuple(r.settings[k] for k in knobs) for r in runs if any(k in r.point for k in knobs)}) < 2:
+    for (variant, weight), mine in split(runs, ["variant", "lambda"]).items():
+        if len(mine[knobs].drop_duplicates()) < 2:
             continue
-        for others, same in grouped(runs, lambda r: tuple(r.settings[k] for k in knobs if k != over)).items():
-            said = [f"{k} {v}" for k, v in zip([k for k in knobs if k != over], others, strict=True)]
-            name_of = ", ".join([variant] + [f"lambda {weight:g}"] * (weight > 0) + said)
-            points = over_common_seeds(grouped(same, lambda r: (r.settings.get(over),)), name_of, notes)
-            for (x,), here in points.items():
-                cells = [len(here), seeds_text(here), spread([r.loss for r in here]), gap_cells(here, base)[1]]
-                table.append([variant, *(here[0].settings[k] for k in knobs), weight, *cells])
-                if over and (gaps := paired(here, base)):
-                    curves[name_of].append((x, gaps))
-    head = ["variant", *knobs, "lambda", "n", "seeds", "val/loss", "gap by pairs, % (pairs)"]
-    panel = ("gap to baseline, %", dict(curves), 0)
-    picture = figures.study(name, f"{over}, optimizer step", [panel], log=False) if curves else ""
-    return [markdown(head, table), "", picture, "", *notes, ""]
-
-
-def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, list[Run]]]) -> list[str]:
-    """The gap over the length of training."""
-    table, notes, curves = [], [], defaultdict(list)
-    for v in dict.fromkeys(v for rows in rows_at.values() for v in rows):
-        known = {steps: {r.seed for r in rows["baseline"]} for steps, rows in rows_at.items()}
-        pairs = {steps: [r for r in rows.get(v, []) if r.seed in known[steps]] for steps, rows in rows_at.items()}
-        points = over_common_seeds({steps: runs for steps, runs in pairs.items() if runs}, v, notes)
-        seeds = " / ".join(dict.fromkeys(seeds_text(runs) for runs in points.values())) or "-"
-        table.append([v, seeds, *(gap_cells(points.get(steps, []), rows["baseline"])[1] for steps, rows in rows_at.items())])
-        for steps, runs in points.items() if v != "baseline" else ():
-            curves[v].append((steps, paired(runs, rows_at[steps]["baseline"])))
-    head = ["gap by pairs, % (pairs)", "seeds", *(f"{steps:,} steps" for steps in rows_at)]
-    text = ["### The gap against the length of training", "", markdown(head, table), "",
-            " ".join(["Each row is over the seeds that all its lengths have in pairs.", *notes]), ""]  # fmt: skip
-    for which, family in (("tapers", TAPERS), ("others", OTHERS)):
-        if shown := {v: curves[v] for v in family if len(curves[v]) > 1}:
-            text += [figures.study(f"{name}_{which}", "optimizer steps of the whole run", [("gap to baseline, %", shown, 0)]), ""]
+        for values, same in split(mine, others).items():
+            said = [f"lambda {weight:g}"] if weight > 0 else []
+            said += [f"{k} {v}" for k, v in zip(others, values, strict=True)]
+            curve = ", ".join([variant, *said])
+            points = over_common_seeds(split(same, [over] if over else []), curve, notes)
+            for x, here in points.items():
+                row = [variant, *here[knobs].iloc[0], weight, len(here), seeds_text(here)]
+                table.append([*row, spread(here["val/loss"]), gap_of_pairs(here)])
+                gaps = here.gap.dropna()
+                if over and len(gaps):
+                    curves[curve].append((*x, gaps))
+    text = [markdown(table, ["variant", *knobs, "lambda", "n", "seeds", "val/loss", GAP])]
+    if curves:
+        panels = [("gap to baseline, %", curves, 0)]
+        text.append(figures.study(name, f"{over}, optimizer step", panels, log=False))
+    if notes:
+        text.append("\n".join(notes))
     return text
 
 
-def residual_study(figures: Figures, name: str, rows: dict[str, list[Run]], tokens: int) -> tuple[list[str], dict[str, str]]:
-    """(markdown, {variant: alpha})."""
-    measured, reasons, alphas, used = {}, defaultdict(list), {}, set()
+def steps_study(figures: Figures, name: str, rows_at: dict[int, dict[str, pd.DataFrame]]) -> list[str]:
+    """The gap over the length of training. rows_at: {steps: {variant: runs}}."""
+    table, notes, curves = [], [], {}
+    for v in dict.fromkeys(v for rows in rows_at.values() for v in rows):
+        pairs = {steps: rows[v].dropna(subset="gap") for steps, rows in rows_at.items() if v in rows}
+        points = over_common_seeds({steps: runs for steps, runs in pairs.items() if len(runs)}, v, notes)
+        seeds = " / ".join(dict.fromkeys(map(seeds_text, points.values()))) or "-"
+        table.append([v, seeds, *(gap_of_pairs(points[s]) if s in points else "-" for s in rows_at)])
+        curves[v] = [(steps, runs.gap) for steps, runs in points.items()]
+    head = [GAP, "seeds", *(f"{steps:,} steps" for steps in rows_at)]
+    note = "Each row is over the seeds that all its lengths have in pairs."
+    text = ["### The gap against the length of training", markdown(table, head), " ".join([note, *notes])]
+    for which, family in (("tapers", TAPERS), ("others", OTHERS)):
+        shown = {v: curves[v] for v in family[1:] if len(curves[v]) > 1}
+        if shown:
+            label, panels = "optimizer steps of the whole run", [("gap to baseline, %", shown, 0)]
+            text.append(figures.study(f"{name}_{which}", label, panels))
+    return text
+
+
+def residual_study(figures: Figures, name: str, rows: dict[str, pd.DataFrame], tokens: int):
+    """(blocks of markdown, {variant: its alpha with the spread}) of the residual stream's RMS."""
+    measured, reasons, alphas, counts, table = {}, defaultdict(list), {}, set(), []
     for v, runs in rows.items():
-        found = [stream_rms(r, tokens) for r in runs]
-        for r, why in zip(runs, found, strict=True):
-            if isinstance(why, str):
-                reasons[why].append(str(r.folder))
-        if arrays := [f for f in found if not isinstance(f, str)]:
-            measured[v] = np.array([values for values, _ in arrays])
-            used |= {count for _, count in arrays}
-            alphas[v] = spread(measured[v][:, 2].mean(1), 3)
-    text = ["### The residual stream (CoupledNorm's Figure 3)", ""]
+        arrays = []
+        for run in runs.run:
+            found = stream_rms(run, tokens)
+            if isinstance(found, str):
+                reasons[found].append(str(run.folder))
+            else:
+                arrays.append(found[0])
+                counts.add(found[1])
+        if arrays:
+            measured[v] = np.array(arrays)  # (runs, 3, layers)
+            ratios = measured[v][:, 2]
+            alphas[v] = spread(ratios.mean(1), 3)
+            table.append([v, len(arrays), alphas[v], *(f"{a:.3f}" for a in ratios.mean(0))])
+    text = ["### The residual stream (CoupledNorm's Figure 3)"]
     if measured:
-        table = [[v, len(values), alphas[v], *(f"{a:.3f}" for a in values[:, 2].mean(0))] for v, values in measured.items()]
-        layers = range(max(len(row) for row in table) - 3)
-        counts = " or ".join(f"{count:,}" for count in sorted(used))
-        text += [markdown(["variant", "n", "mean alpha", *(f"block {i}" for i in layers)], table), "",
-                 f"alpha: RMS of a token's stream before the MLP over that before attention; mean over the first "
-                 f"{counts} validation tokens.", "", figures.residual(name, measured), ""]  # fmt: skip
-    return text + [f"Left out, {', '.join(folders)}: {why}" for why, folders in reasons.items()], alphas
+        layers = max(values.shape[2] for values in measured.values())
+        head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(layers))]
+        what = (
+            "alpha: RMS of a token's stream before the MLP over that before attention; mean over the first "
+            f"{' or '.join(f'{count:,}' for count in sorted(counts))} validation tokens."
+        )
+        text += [markdown(table, head), what, figures.residual(name, measured)]
+    if reasons:
+        text.append("\n".join(f"Left out, {', '.join(folders)}: {why}" for why, folders in reasons.items()))
+    return text, alphas
 
 
-def section(figures: Figures, title: str, tag: str, group: list[Run], options: list[str], k: Report) -> list[str]:
-    """Everything about runs that differ in variant, seed, length, lambda and schedule alone."""
-    by_steps = {steps: runs for (steps,), runs in split(group, ["max_iters"]).items()}
-    rows_at = {steps: main_rows(runs, options) for steps, runs in by_steps.items()}
-    chosen = max(rows_at, key=lambda n: (sum(map(len, rows_at[n].values())), n))
-    rows, seeds = rows_at[chosen], sorted({r.seed for r in by_steps[chosen]})
-    text = [f"## {title}", ""]
-    for steps in rows_at:
-        told = [f"{v}: {knobs_text(r[0].point, options)}" for v, r in rows_at[steps].items() if r and knobs_text(r[0].point, options)]
-        text += [f"### Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)", "", main_table(rows_at[steps]), ""]
-        text += [f"Of several settings the table holds {'; '.join(told)}.", ""] if told else []
-    text += ["mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the same batches.",
-             "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps; alike in kind.", "",
-             f"The figures: {chosen:,} steps, seeds {', '.join(map(str, seeds))}. A line is the mean over seeds, a band their 2.5 to 97.5 "
-             "percentiles, interpolated between the runs (of three seeds nearly the range). Running mean over a fiftieth of the run. "
-             "Axes are fitted to what follows the first twentieth of it, or to the part shown; spikes leave the frame, and so do dyt and "
-             "derf where they are far from the others.", ""]  # fmt: skip
-    specs = [("Training loss, the last half", "train/ce", "nats per token", False, 0.5),
-             ("less the baseline's", "train/ce", "nats per token", True, 0)]  # fmt: skip
-    others = any(rows[v] for v in OTHERS[1:])
-    for family, which in ((TAPERS, "tapers"), (OTHERS, "others"))[: 1 + others]:
-        text += ["### Training loss" + (" (TaperNorm's Figure 2)" if which == "tapers" else ", other norms"), "",
-                 figures.panels(f"loss_{which}{tag}", specs, rows, family), ""]  # fmt: skip
-    specs = [("Norm of the logits", "logits/l2", "mean l2 norm", False, 0),
-             ("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)", False, 0)]  # fmt: skip
-    text += ["### Logit norm (TaperNorm's Figure 3)", "", figures.panels(f"logits{tag}", specs, rows, TAPERS), ""]
-    kinds = ("qkv", "proj", "gate_up", "down", "emb", "norm")
-    specs = [(kind, f"grad/{kind}", "gradient norm" if i % 3 == 0 else "", False, 0) for i, kind in enumerate(kinds)]
-    text += ["### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)", "",
-             figures.panels(f"gradients{tag}", specs, rows, TAPERS, 3, 4.6), ""]  # fmt: skip
-    if v := next((v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]), None):
-        text += ["### Calibration, gate and learning rate", "", figures.calibration(f"calibration{tag}", v, rows[v]), ""]
-    residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
-    text, speeds = text + residual, []
-    for v in ("baseline", "coupled", "layernorm", "cbwc"):
-        cells = [spread([r.loss for r in rows[v]]), gap_cells(rows[v], rows["baseline"])[1], speed_cell(rows[v]), alphas.get(v, "-")]
-        speeds.append([v, len(rows[v]), *cells])
-    head = ["variant", "n", "val/loss", "gap by pairs, % (pairs)", "tok/s, median (quartiles)", "alpha"]
+def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str], base: pd.DataFrame, steps):
+    """A study of each knob that varies among runs of one length."""
+    vary, text = varying(runs), []
+    if "aux_weight" in vary:
+        study = lambda_study(figures, f"lambda{name}", runs, options, base)
+        text += [f"### Lambda, {steps:,} steps", *study]
+    for reader in dict.fromkeys(READ_BY.values()):
+        knobs = [k for k in options if k in vary and READ_BY.get(k) is reader]
+        if knobs:
+            of_gate = "gate" in knobs[0]
+            title = "Schedule of the taper" if of_gate else ", ".join(knobs)
+            figure = ("schedule" if of_gate else knobs[0]) + name
+            readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
+            text += [f"### {title}, {steps:,} steps", *schedule_study(figures, figure, readers, knobs)]
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the report, in blocks of markdown
+
+
+def loss_tables(rows_at: dict[int, dict[str, pd.DataFrame]], options: list[str]) -> list[str]:
+    """TaperNorm's Tables 1 and 2, one for each length of training."""
+    text = []
+    for steps, rows in rows_at.items():
+        title = f"Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)"
+        text += [f"### {title}", main_table(rows)]
+        settings = {v: knobs_text(runs, options) for v, runs in rows.items()}
+        told = [f"{v}: {said}" for v, said in settings.items() if said]
+        if told:
+            text.append(f"Of several settings the table holds {'; '.join(told)}.")
+    text.append(
+        "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
+        "same batches.\n"
+        "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps; "
+        "alike in kind."
+    )
+    return text
+
+
+def training_figures(figures: Figures, tag: str, rows: dict[str, list[FinishedRun]], others: bool):
+    """What the papers draw over the steps: losses, logits, gradients, the calibration."""
+    text = ["### Training loss (TaperNorm's Figure 2)"]
+    text.append(figures.panels(f"loss_tapers{tag}", LOSSES, rows, TAPERS))
     if others:
-        text += ["### CoupledNorm's Table 1, and CBWC, at this scale", "", markdown(head, speeds), "",
-                 "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. It is no comparison of "
-                 "speed; scripts/parts.py, which interleaves the variants in one process, is.", "",
-                 "### CBWC against LayerNorm and RMSNorm, val/loss by seed", "", equality_table(rows), ""]  # fmt: skip
+        text.append("### Training loss, other norms")
+        text.append(figures.panels(f"loss_others{tag}", LOSSES, rows, OTHERS))
+    text.append("### Logit norm (TaperNorm's Figure 3)")
+    text.append(figures.panels(f"logits{tag}", SCALES, rows, TAPERS))
+    text.append("### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)")
+    text.append(figures.panels(f"gradients{tag}", GRADIENTS, rows, TAPERS, 3, 4.6))
+    tapered = [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]]
+    for v in tapered[:1]:
+        text.append("### Calibration, gate and learning rate")
+        text.append(figures.calibration(f"calibration{tag}", v, rows[v]))
+    return text
+
+
+def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options: list[str], tokens: int):
+    """Everything about runs that differ in variant, seed, length, lambda and schedule alone."""
+    by_steps, rows_at = {}, {}
+    for (steps,), runs in split(group, ["max_iters"]).items():
+        base = main_rows(runs, options)["baseline"].set_index("seed")["val/loss"]
+        # in % to the baseline's run of the same seed; nan where there is none
+        by_steps[steps] = runs.assign(gap=100 * (runs["val/loss"] / runs.seed.map(base) - 1))
+        rows_at[steps] = main_rows(by_steps[steps], options)
+    chosen = max(rows_at, key=lambda steps: (sum(map(len, rows_at[steps].values())), steps))
+    rows = rows_at[chosen]
+    others = any(len(rows[v]) for v in OTHERS[1:])
+    text = [f"## {title}", *loss_tables(rows_at, options)]
+    text.append(
+        f"The figures: {chosen:,} steps, seeds {seeds_text(by_steps[chosen])}. A line is the mean over "
+        "seeds, a band their 2.5 to 97.5 percentiles, interpolated between the runs (of three seeds nearly "
+        "the range). Running mean over a fiftieth of the run. Axes are fitted to what follows the first "
+        "twentieth of it, or to the part shown; spikes leave the frame, and so do dyt and derf where they "
+        "are far from the others."
+    )
+    text += training_figures(figures, tag, {v: list(runs.run) for v, runs in rows.items()}, others)
+    residual, alphas = residual_study(figures, f"residual{tag}", rows, tokens)
+    text += residual
+    if others:
+        text += ["### CoupledNorm's Table 1, and CBWC, at this scale", speed_table(rows, alphas)]
+        text.append(
+            "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. "
+            "It is no comparison of speed; scripts/speed/parts.py, which interleaves the variants in one "
+            "process, is."
+        )
+        text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
     if len(rows_at) > 1:
         text += steps_study(figures, f"steps{tag}", rows_at)
     for steps, runs in by_steps.items():
-        vary, base, name = varying(runs), rows_at[steps]["baseline"], f"_{steps}{tag}"
-        if "aux_weight" in vary:
-            text += [f"### Lambda, {steps:,} steps", "", *lambda_study(figures, f"lambda{name}", runs, options, base)]
-        for reader in dict.fromkeys(READ_BY.values()):
-            if knobs := [o for o in options if o in vary and READ_BY.get(o) is reader]:
-                what = "schedule" if "gate" in knobs[0] else knobs[0]
-                title = "Schedule of the taper" if what == "schedule" else ", ".join(knobs)
-                readers = [r for r in runs if any(o in r.point for o in knobs)]
-                text += [f"### {title}, {steps:,} steps", "", *schedule_study(figures, what + name, readers, knobs, base)]
+        base = rows_at[steps]["baseline"]
+        text += studies(figures, f"_{steps}{tag}", runs, options, base, steps)
     return text
 
 
-def went_on(run: Run) -> list[str]:
+def went_on(run: FinishedRun) -> list[str]:
     """Where a run was resumed with other software or hardware than before."""
-    return [
-        f"{run.folder} at step {now['iter']:,} ({', '.join(f'{n} {v}' for n, v in now['versions'].items() if was['versions'].get(n) != v)})"
-        for was, now in pairwise([run.head, *run.head.get("resumed", [])])
-    ]
+    said = []
+    for was, now in pairwise([run.head, *run.head.get("resumed", [])]):
+        other = [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]
+        said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
+    return said
 
 
-def preamble(runs: list[Run], left_out: dict[str, str], differ: list[str]) -> list[str]:
+def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str]) -> list[str]:
     """What the numbers are made of."""
-    heads, lambdas = [r.head for r in runs], sorted({r.settings["aux_weight"] for r in runs} - {0})
-    compiled = "; ".join(f"{c}, {n} runs" for c, n in Counter(r.settings["compile"] for r in runs).items())
-    shown = [n for n in runs[0].settings if n not in (SKIP - {"compile"}) | set(differ)]
-    shared = {n: runs[0].settings[n] for n in shown if all(r.settings[n] == runs[0].settings[n] for r in runs)}
-    names = dict.fromkeys(n for h in heads for n in h["versions"] if n != "commit")
-    versions = {n: ", ".join(sorted({str(h["versions"].get(n)) for h in heads})) for n in names}
-    corpora = ("{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, tokenizer sha256 "
-               "{tokenizer_sha256:.12}".format(**h["corpus"]) for h in heads)  # fmt: skip
+    heads = [run.head for run in runs]
+    compiled = Counter(run.settings["compile"] for run in runs)
+    shared = []
+    for name, value in runs[0].settings.items():
+        told = name == "compile" or (name not in SKIP and name not in differ)
+        if told and all(run.settings[name] == value for run in runs):
+            shared.append(f"{name}={value}")
+    versions = []
+    for name in dict.fromkeys(n for h in heads for n in h["versions"] if n != "commit"):
+        values = sorted({str(h["versions"].get(name)) for h in heads})
+        versions.append(f"{name} {', '.join(values)}")
+    corpus = (
+        "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, "
+        "tokenizer sha256 {tokenizer_sha256:.12}"
+    )
+    corpora = dict.fromkeys(corpus.format(**h["corpus"]) for h in heads)
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
-    strays = [f"{r.folder} ({c[:12]})" for r in runs if (c := str(r.head["versions"]["commit"])) != commits[0][0]]
-    changed = [text for r in runs for text in went_on(r)]
-    text = ["# Report", "", "    " + shlex.join(["python", *sys.argv]), "",
-            *(f"- Corpus: {corpus}" for corpus in dict.fromkeys(corpora)),
-            f"- Shared settings: {', '.join(f'{n}={v}' for n, v in shared.items())}",
-            f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
-            f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
-            f"- Parameters: {', '.join(format(n, ',') for n in sorted({h['parameters'] for h in heads}))}",
-            f"- Versions: {'; '.join(f'{n} {v}' for n, v in versions.items())}",
-            f"- Commits: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
-            *[f"- Of other commits: {', '.join(strays)}"] * bool(strays),
-            *[f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}"] * bool(changed),
-            *[f"- compile: {compiled} (None: on a GPU yes, on a CPU no)"] * ("compile" not in shared),
-            f"- Runs used: {len(runs)}; left out: {len(left_out)}"]  # fmt: skip
-    return text + [f"  - {folder}: {why}" for folder, why in left_out.items()] + [""]
+    strays = []
+    for run in runs:
+        commit = str(run.head["versions"]["commit"])
+        if commit != commits[0][0]:
+            strays.append(f"{run.folder} ({commit[:12]})")
+    changed = [text for run in runs for text in went_on(run)]
+    lambdas = sorted({run.settings["aux_weight"] for run in runs} - {0})
+    parameters = sorted({h["parameters"] for h in heads})
+    text = [
+        *(f"- Corpus: {corpus}" for corpus in corpora),
+        f"- Shared settings: {', '.join(shared)}",
+        f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
+        f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
+        f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
+        f"- Versions: {'; '.join(versions)}",
+        f"- Commits: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
+    ]
+    if strays:
+        text.append(f"- Of other commits: {', '.join(strays)}")
+    if changed:
+        text.append(f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}")
+    if len(compiled) > 1:
+        counts = "; ".join(f"{c}, {n} runs" for c, n in compiled.items())
+        text.append(f"- compile: {counts} (None: on a GPU yes, on a CPU no)")
+    text.append(f"- Runs used: {len(runs)}; left out: {len(left_out)}")
+    text += [f"  - {folder}: {why}" for folder, why in left_out.items()]
+    return ["# Report", "    " + shlex.join(["python", *sys.argv]), "\n".join(text)]
+
+
+def write_csv(path: Path, table: pd.DataFrame):
+    with atomic_write(path, "w") as f:
+        table.to_csv(f, index=False, lineterminator="\n")
+
+
+def run_table(runs: pd.DataFrame, differ: list[str]) -> pd.DataFrame:
+    """A row a run, for runs.csv: what it was and what it ended with."""
+    knobs = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
+    knobs += [name for name in differ if name in READ_BY and name not in knobs]
+    settings = pd.DataFrame([run.settings for run in runs.run], index=runs.index, dtype=object)
+    return pd.concat([runs[["folder", "variant", "seed"]], settings[knobs], runs[ENDS]], axis=1)
 
 
 def main():
-    k, _, paths = parse(Report, sys.argv[1:], usage=__doc__)
+    k, _, paths = parse(ReportKnobs, sys.argv[1:], usage=__doc__)
     if not paths:
-        raise BadInput("name run folders, or folders of runs: python scripts/report.py out/small --out=results/small")
-    runs, left_out = collect(paths)
-    figures = Figures(out := Path(k.out))
+        example = "python scripts/report.py out/small --out=results/small"
+        raise BadInput(f"name run folders, or folders of runs: {example}")
+    finished, left_out = collect(paths)
+    out = Path(k.out)
+    figures = Figures(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise BadInput(f"cannot make the folder {out}: {e.strerror}; name another --out") from None
+    runs = table_of(finished)
     differ = varying(runs)
     options = [n for n in differ if n in READ_BY or n == "aux_weight"]
     sizes = [n for n in differ if n not in options and n != "max_iters"]
-    text = preamble(runs, left_out, differ)
-    for i, group in enumerate(split(runs, sizes).values()):
-        title = knobs_text(group[0].point, sizes) or "Results"
-        text += section(figures, title, f"_{i + 1}" if sizes else "", group, options, k)
+    text = preamble(finished, left_out, differ)
+    for number, group in enumerate(split(runs, sizes).values(), 1):
+        title = knobs_text(group, sizes) or "Results"
+        tag = f"_{number}" if sizes else ""
+        text += section(figures, title, tag, group, options, k.tokens)
     with atomic_write(out / "report.md", "w") as f:
-        f.write("\n".join(text).rstrip() + "\n")
-    columns = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
-    columns += [n for n in differ if n in READ_BY and n not in columns]
-    ends = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]
-    rows = [[r.folder, r.variant, r.seed, *(r.settings[c] for c in columns), *(r.lines[-1].get(e) for e in ends)] for r in runs]
-    figures.write("runs.csv", [["folder", "variant", "seed", *columns, *ends], *rows])
-    figures.write("curves.csv", figures.points)
-    print(f"{len(runs)} runs, {len(left_out)} left out; wrote {out / 'report.md'}, runs.csv, curves.csv and the figures")
+        f.write("\n\n".join(text) + "\n")
+    write_csv(out / "runs.csv", run_table(runs, differ))
+    write_csv(out / "curves.csv", pd.DataFrame(figures.points, columns=COLUMNS, dtype=object))
+    written = f"{out / 'report.md'}, runs.csv, curves.csv and the figures"
+    print(f"{len(finished)} runs, {len(left_out)} left out; wrote {written}")
 
 
 if __name__ == "__main__":
-    with one_line_errors(ModelError):
+    with one_line_errors():
         main()

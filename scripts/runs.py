@@ -1,19 +1,23 @@
-"""What the sweep and the report know of runs: the rows of the papers' tables, when two runs are the same, what a folder holds."""
+"""What the sweep and the report share: the rows of the papers' tables, when two runs are the same, and what
+a run's folder holds."""
 
 import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ADDED_LATER, FREE_ON_RESUME, BadInput, Config, are_settings, hold_folder, set_knob
-from model import ModelConfig, ModelError, exports, read_file
+from config import FREE_ON_RESUME, KNOBS_ADDED_LATER, Config
+from model import exports
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.log import check_header, read_log
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor)
-VARIANTS = {
+PAPER_ROWS = {
     "baseline": ("rmsnorm", "none", False),
     "internal": ("rmsnorm", "internal", False),
     "internal_aux": ("rmsnorm", "internal", True),
@@ -22,106 +26,137 @@ VARIANTS = {
     "all_aux": ("rmsnorm", "all", True),
     **{norm: (norm, "none", False) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")},
 }
-AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a flag says another
+AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a flag gives another
 
-# Knobs that only some runs read; elsewhere they would repeat the same run under another name
+
+# ---------------------------------------------------------------------------------------------------------
+# when two runs are the same
+
+
+def has_gate(c: Config) -> bool:
+    return c.taper != "none" or c.aux_weight > 0
+
+
+def tapers(c: Config) -> bool:
+    return c.taper != "none"
+
+
+def is_coupled(c: Config) -> bool:
+    return c.norm == "coupled"
+
+
+def has_shift(c: Config) -> bool:
+    return c.norm in ("layernorm", "cbwc")
+
+
+# Knobs that only some runs read; set anywhere else they would repeat the same run under another name
 READ_BY = {
-    **dict.fromkeys(("gate_start", "gate_end", "ema_rate"), lambda c: c.taper != "none" or c.aux_weight > 0),
-    "calib_skip_first": lambda c: c.taper != "none",
-    **dict.fromkeys(("coupled_grad", "coupled_from_layer"), lambda c: c.norm == "coupled"),
-    "norm_bias": lambda c: c.norm in ("layernorm", "cbwc"),
-}
-NOT_THE_RUN = FREE_ON_RESUME - {"device", "dtype", "compile", "cuda_graph"}  # knobs in which two records of the same run may differ
+    "gate_start": has_gate, "gate_end": has_gate, "ema_rate": has_gate, "calib_skip_first": tapers,
+    "coupled_grad": is_coupled, "coupled_from_layer": is_coupled, "norm_bias": has_shift,
+}  # fmt: skip
+
+# Knobs in which two records of the same run may differ
+NOT_THE_RUN = FREE_ON_RESUME - {"device", "dtype", "compile", "cuda_graph"}
 
 
-@dataclass(eq=False)
-class Run:
-    """One point of the grid: `argv` as train.py takes it, `settings` as it resolves them; `steps` done, as last seen."""
-
-    name: str
-    folder: Path
-    argv: list[str]
-    settings: dict
-    steps: int = 0
-
-    def seen(self) -> dict:
-        """The last object in its metrics.jsonl, {} if there is none; updates `steps`."""
-        for line in reversed(tail(self.folder / "metrics.jsonl")):
-            with suppress(ValueError):  # a line that is being written
-                last = json_object(line)
-                if type(last.get("iter", 0)) is int:
-                    self.steps = last.get("iter", 0)
-                    return last
-        return {}
+def is_read(knob: str, config: Config) -> bool:
+    """Whether a run with this configuration reads a knob."""
+    return knob not in READ_BY or READ_BY[knob](config)
 
 
 def identity(settings: dict) -> str:
-    """What makes two runs the same."""
-    settings = {name: getattr(Config, name) for name in ADDED_LATER} | settings
+    """What makes two runs the same, as text to compare."""
+    settings = {name: getattr(Config, name) for name in KNOBS_ADDED_LATER} | settings
     return json.dumps({k: v for k, v in sorted(settings.items()) if k not in NOT_THE_RUN})
 
 
-def model_config(settings: dict) -> ModelConfig:
-    return ModelConfig(**{f.name: settings[f.name] for f in fields(ModelConfig) if settings.get(f.name) is not None})
-
-
-def tail(path: str | Path) -> list[str]:
-    """The last lines of a file."""
-    with suppress(OSError), open(path, "rb") as f:
-        f.seek(max(0, f.seek(0, os.SEEK_END) - (1 << 16)))
-        return f.read().decode(errors="replace").split("\n")
-    return []
-
-
-def recorded(folder: Path) -> dict | None:
-    """The settings in a run folder's config.json, None if there are none to read."""
-    with suppress(OSError, ValueError):
-        return json_object((folder / "config.json").read_bytes())
-    return None
-
-
-# --- what a folder holds
+# ---------------------------------------------------------------------------------------------------------
+# a run that has finished
 
 
 class Unusable(Exception):
     """Why a run can be in no number, in one line."""
 
 
-def json_object(text: str | bytes) -> dict:
-    """The JSON object that a text is. Raises: ValueError."""
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
-
+def read_finished(folder: Path) -> tuple[dict, list[dict]]:
+    """(header of the log, its settings resolved; the lines after it) of a finished run. Raises: Unusable."""
+    path = folder / "metrics.jsonl"
     try:
-        found = json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError("no JSON object")
-    return found
+        log = read_log(path)
+        check_header(log.header)
+        config = Config.recorded(log.header["settings"], f"{path}:1")
+        config.model_config()
+        settings = asdict(config)
+        if log.cut:
+            raise Unusable("half-written: the last line of metrics.jsonl was cut")
+        check_lines(log.lines, settings)
+    except OSError:
+        raise Unusable("no metrics.jsonl that can be read") from None
+    except (BadInput, ModelError) as e:
+        raise Unusable(str(e).removeprefix(f"{folder}/")) from None
+    why = bad_export(folder, settings)
+    if why:
+        raise Unusable(f"unfinished: {why}")
+    return log.header | {"settings": settings}, log.lines
+
+
+def check_lines(lines: list[dict], s: dict):
+    """Refuse a log that is not whole and finite up to the last step. Raises: Unusable."""
+    sites = []
+    if s["taper"] in ("internal", "all"):
+        sites += [f"taper/c.{i}.{kind}" for i in range(s["n_layer"]) for kind in ("attn", "mlp")]
+    if s["taper"] in ("final", "all"):
+        sites.append("taper/c.final")
+    end, every = s["max_iters"], s["log_interval"]
+    check_values(lines, end, positive={*sites, "val/loss", "val/bpb", "s/target"})
+
+    due = [*range(every, end, every), end]
+    logged = {line["iter"]: line for line in lines if "train/loss" in line}
+    for step in sorted(set(logged) ^ set(due)):
+        fault = "missing" if step in due else "one too many"
+        raise Unusable(f"the log line of step {step} is {fault}")
+    needed = ["train/ce", "lr", "s/mean", "logits/l2", "perf/tok_s", *sites]
+    if s["aux_weight"] > 0:
+        needed.append("s/target")
+    if s["taper"] != "none":
+        needed.append("gate")
+    for step in due:
+        if step == end:
+            needed += ["val/loss", "val/bpb"]
+        for name in needed:
+            if name not in logged[step]:
+                raise Unusable(f"the log line of step {step} has no {name}")
+
+
+def check_values(lines: list[dict], end: int, positive: set[str]):
+    """Refuse lines that are out of order or end early, and values that are not finite, or not above zero
+    where they must be. Raises: Unusable."""
+    before = 0
+    for number, line in enumerate(lines, 2):
+        step = line.get("iter", 0)
+        if step <= before:
+            raise Unusable(f"metrics.jsonl:{number} is damaged (its iter does not follow {before})")
+        before = step
+        for name, value in line.items():
+            if value is None:  # what train.py writes for nan
+                # at gate 0 in mid-taper the network is one that nobody has trained yet
+                if name not in ("val/loss", "val/bpb") or step == end:
+                    raise Unusable(f"{name} is not finite at step {step}")
+            elif not finite(value) or (name in positive and value <= 0):
+                raise Unusable(f"metrics.jsonl:{number} is damaged ({name} has an impossible value)")
+    if before < end:
+        raise Unusable(f"unfinished: {before} of {end} steps")
 
 
 def finite(value) -> bool:
+    """Whether a value from JSON is a number that can be drawn and averaged."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def read_metrics(folder: Path) -> tuple[list[dict], bool]:
-    """(the objects in metrics.jsonl, whether a kill cut its last line, which is not among them). Raises: Unusable, OSError."""
-    found, pieces = [], (folder / "metrics.jsonl").read_bytes().split(b"\n")
-    for number, piece in enumerate(pieces, 1):
-        try:
-            found.append(json_object(piece))
-        except ValueError as e:
-            if number < len(pieces):
-                raise Unusable(f"metrics.jsonl:{number} is damaged ({e})") from None
-    return found, pieces[-1] != b"" and len(found) < len(pieces)
-
-
 def bad_export(folder: Path, settings: dict) -> str:
-    """Why the exports of a finished run are not there to read; "" if they are."""
+    """Why the exports of a finished run cannot be read; "" if they can."""
     try:
-        for name in exports(model_config(settings)):
+        for name in exports(Config(**settings).model_config()):
             if not (folder / name).exists():
                 return f"no {name}"
             read_file(folder / name)
@@ -130,75 +165,47 @@ def bad_export(folder: Path, settings: dict) -> str:
     return ""
 
 
-def check_header(head: dict) -> dict:
-    """The settings in the first line of a log, resolved. Raises: Unusable if it is none of this version."""
-    try:
-        corpus = {"source": str, "tokenizer_sha256": str, "train_tokens": int, "val_tokens": int, "vocab_size": int}
-        for holder, name, kind in (
-            (head, "parameters", int),
-            *((head["corpus"], name, kind) for name, kind in corpus.items()),
-            *((head["versions"], name, str) for name in ("torch", "device")),
-            (head["versions"], "commit", str | None),
-            *((again, "iter", int) for again in head.get("resumed", [])),
-            *((again, "versions", dict) for again in head.get("resumed", [])),
-        ):
-            if not isinstance(holder[name], kind):
-                raise TypeError(name)
-        if not are_settings(head["settings"]):
-            raise KeyError("settings")
-        cfg = Config()
-        for name, value in head["settings"].items():
-            set_knob(cfg, name, value, "settings")
-        settings = asdict(cfg.resolve())
-        model_config(settings)
-    except (LookupError, TypeError, AttributeError, BadInput, ModelError) as e:
-        raise Unusable(f"written by another version ({type(e).__name__}: {e})") from None
-    return settings
+# ---------------------------------------------------------------------------------------------------------
+# a run of a grid, and what its folder holds
 
 
-def check_lines(lines: list[dict], s: dict):
-    """Refuse a log that is not whole and finite to the last step. Raises: Unusable."""
-    blocks = [f"taper/c.{i}.{kind}" for i in range(s["n_layer"]) for kind in ("attn", "mlp")]
-    sites = blocks * (s["taper"] in ("internal", "all")) + ["taper/c.final"] * (s["taper"] in ("final", "all"))
-    positive = {*sites, "val/loss", "val/bpb", "s/target"}
-    step, end, every = 0, s["max_iters"], s["log_interval"]
-    for number, line in enumerate(lines, 2):
-        if type(line.get("iter")) is not int or line["iter"] <= step:
-            raise Unusable(f"metrics.jsonl:{number} is damaged (its iter is none after {step})")
-        step = line["iter"]
-        for name, value in line.items():
-            if value is None and name in ("val/loss", "val/bpb") and step < end:  # at gate 0 in mid-taper: nobody has trained that yet
-                continue
-            if value is None:  # what train.py writes for nan
-                raise Unusable(f"{name} is not finite at step {step}")
-            if not finite(value) or (name in positive and value <= 0):
-                raise Unusable(f"metrics.jsonl:{number} is damaged ({name} is no number it can be)")
-    if step < end:
-        raise Unusable(f"unfinished: {step} of {end} steps")
-    logs = {x["iter"]: x for x in lines if "train/loss" in x}
-    if odd := sorted(set(logs) ^ {*range(every, end + 1, every), end}):
-        raise Unusable(f"the log line of step {odd[0]} is {'one too many' if odd[0] in logs else 'missing'}")
-    needed = ["train/ce", "lr", "s/mean", "logits/l2", "perf/tok_s", *sites]
-    needed += ["s/target"] * (s["aux_weight"] > 0) + ["gate"] * (s["taper"] != "none")
-    for step, line in logs.items():
-        if missing := [name for name in needed + ["val/loss", "val/bpb"] * (step == end) if name not in line]:
-            raise Unusable(f"the log line of step {step} has no {missing[0]}")
+@dataclass(eq=False)
+class PlannedRun:
+    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them; `steps` done, as last
+    seen."""
+
+    name: str
+    folder: Path
+    argv: list[str]
+    settings: dict
+    steps: int = 0
+
+    def last_line(self) -> dict:
+        """The last whole line of its metrics.jsonl, {} if there is none; updates `steps`."""
+        for text in reversed(tail(self.folder / "metrics.jsonl")):
+            with suppress(ValueError):  # a line that is being written
+                line = json_object(text)
+                step = line.get("iter", 0)
+                if type(step) is int:
+                    self.steps = step
+                    return line
+        return {}
 
 
-def read_run(folder: Path) -> tuple[dict, list[dict]]:
-    """(header, its settings resolved; the lines after it) of a finished run. Raises: Unusable."""
-    try:
-        found, cut = read_metrics(folder)
-    except OSError:
-        raise Unusable("no metrics.jsonl that can be read") from None
-    if cut or not found:
-        raise Unusable("half-written: metrics.jsonl ends in a line that is cut, or has none")
-    head, *lines = found
-    settings = check_header(head)
-    check_lines(lines, settings)
-    if why := bad_export(folder, settings):
-        raise Unusable(f"unfinished: {why}")
-    return head | {"settings": settings}, lines
+def tail(path: str | Path) -> list[str]:
+    """The last lines of a file; none if it cannot be read."""
+    with suppress(OSError), open(path, "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - (1 << 16)))
+        return f.read().decode(errors="replace").split("\n")
+    return []
+
+
+def recorded(folder: Path) -> dict | None:
+    """The settings in a run folder's config.json, None if they cannot be read."""
+    with suppress(OSError, ValueError):
+        return json_object((folder / "config.json").read_bytes())
+    return None
 
 
 def held(folder: Path) -> bool:
@@ -208,25 +215,34 @@ def held(folder: Path) -> bool:
     return True
 
 
-def look(run: Run) -> tuple[str, str]:
+def look(run: PlannedRun) -> tuple[str, str]:
     """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
-    folder, settings = run.folder, recorded(run.folder)
-    if not any((folder / name).exists() for name in ("ckpt.pt", "config.json", "metrics.jsonl")):
+    folder, settings, log = run.folder, recorded(run.folder), run.folder / "metrics.jsonl"
+    checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
+    if not any(path.exists() for path in (checkpoints[0], folder / "config.json", log)):
         return "new", ""
     if held(folder):
         return "refused", "is running elsewhere; wait for it, or end that process"
     if settings is not None and identity(settings) != identity(run.settings):
-        other = [n for n in settings if n in run.settings and n not in NOT_THE_RUN and settings[n] != run.settings[n]]
-        why = f"{other[0]}={settings[other[0]]}, not {run.settings[other[0]]}" if other else "another version's"
+        why = difference(settings, run.settings)
         return "refused", f"holds a run of other settings ({why}); move {folder} away, or name another --out"
     try:
-        cut = (folder / "metrics.jsonl").exists() and read_metrics(folder)[1]
-    except Unusable as e:
-        return "refused", f"has a log that cannot be gone on with: {e}; mend or remove that line, or move {folder} away"
-    end = run.seen()
-    ended = "val/loss" in end and end.get("iter") == run.settings["max_iters"] and settings is not None
-    if ended and not cut and not bad_export(folder, run.settings):
+        cut = log.exists() and log.stat().st_size > 0 and read_log(log).cut
+    except BadInput as e:
+        remedy = f"mend or remove that line, or move {folder} away"
+        return "refused", f"has a log that cannot be gone on with: {e}; {remedy}"
+    end = run.last_line()
+    at_end = "val/loss" in end and end.get("iter") == run.settings["max_iters"]
+    if at_end and settings is not None and not cut and not bad_export(folder, run.settings):
         return "finished", ""
-    if not (folder / "ckpt.pt").exists() and not (folder / "ckpt.prev.pt").exists():
+    if not any(path.exists() for path in checkpoints):
         return "refused", f"has no ckpt.pt to go on with; remove {folder}"
     return "resume", ""
+
+
+def difference(settings: dict, planned: dict) -> str:
+    """The first knob in which the run in a folder is not the planned one."""
+    for name, value in settings.items():
+        if name in planned and name not in NOT_THE_RUN and value != planned[name]:
+            return f"{name}={value}, not {planned[name]}"
+    return "another version's"

@@ -1,16 +1,17 @@
 """A grid of training runs, each a process of its own: variants, seeds, sizes, any knob with several values.
 
-    python scripts/sweep.py config/taper_1m.py --out=out/small --variants=baseline,internal,internal_aux --seed=1,2,3
-    python scripts/sweep.py config/taper_1m.py --out=out/lambda --variants=internal_aux --aux_weight=0.1,1,10 --jobs=2 --threads=1
-    python scripts/sweep.py config/taper_1m.py --variants=baseline,all --max_iters=1000,2000 --print    # the commands, for a scheduler
+    python scripts/sweep.py config/taper_1m.py --out=out/small --variants=baseline,internal_aux --seed=1,2,3
+    python scripts/sweep.py config/taper_1m.py --variants=internal_aux --aux_weight=0.1,1,10 --jobs=2
+    python scripts/sweep.py config/taper_1m.py --variants=all --max_iters=1000,2000 --print  # for a scheduler
 
-Config files come first, then flags: those below, and every knob of train.py. Values with commas between are an axis
-of the grid. With --variants, norm and taper come from the variant and --aux_weight is the lambda of the *_aux ones
-alone. A knob that a variant does not read (gate_end without a taper) makes no second run of it.
+Config files come first, then flags: those below, and every knob of train.py. Values with commas between them
+are an axis of the grid. With --variants, norm and taper come from the variant, and --aux_weight is the lambda
+of the *_aux ones alone. A knob that a variant does not read (gate_end without a taper) makes no second run of
+it.
 
-Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays, what was
-broken off resumes, a folder of other settings is named and left alone. Exit status: 0 when every run of the grid is
-finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave first), 2 for bad input.
+Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays, what
+was broken off resumes, a folder of other settings is named and left alone. Exit status: 0 when every run of
+the grid is finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave first), 2 for bad input.
 """
 
 import ctypes
@@ -30,11 +31,16 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ROOT, BadInput, Config, Count, atomic_write, commit, corpora, hold_folder, one_line_errors, parse
-from model import ModelError
-from scripts.runs import AUX_WEIGHT, READ_BY, VARIANTS, Run, finite, identity, look, model_config, recorded, tail
+from config import Config
+from data import corpora
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, ModelError, one_line_errors
+from nanonorm.files import ROOT, atomic_write, hold_folder
+from nanonorm.machine import commit
+from nanonorm.typed import Count
+from scripts.runs import AUX_WEIGHT, PAPER_ROWS, PlannedRun, finite, identity, is_read, look, recorded, tail
 
-POLL_S, LINE_S = 0.5, 60  # seconds between looks at the runs, and between lines where stderr is no terminal
+POLL_S, LINE_S = 0.5, 60  # between looks at the runs, and between lines where stderr is no terminal
 
 
 @dataclass
@@ -44,184 +50,298 @@ class Sweep:
     out: str = "out/sweep"  # folder of the runs
     jobs: Count = 1  # runs at a time
     threads: Count | None = None  # CPU threads a run; None: the cores over jobs
-    variants: tuple[Literal[*VARIANTS], ...] | None = None  # rows of the papers' tables; None: norm and taper as the knobs say
+    variants: tuple[Literal[*PAPER_ROWS], ...] | None = None  # rows of the tables; None: by norm and taper
     print: bool = False  # write the commands of what is left to do, one a line, and run nothing
 
 
-# --- the grid
+# ---------------------------------------------------------------------------------------------------------
+# the grid
 
 
 def check(k: Sweep, axes: dict[str, list[str]]):
     """Refuse unknown knobs, wrong values and flags that contradict each other. Raises: BadInput."""
-    for flag in (f"--{name}={value}" for name, values in axes.items() for value in values):
-        parse(Config, [flag])
+    for name, values in axes.items():
+        for value in values:
+            parse(Config, [f"--{name}={value}"])
     for name in axes:
         if name in ("out_dir", "init_from"):
             raise BadInput(f"--{name} is for sweep.py to set; name the folder of all runs with --out")
         if k.variants and name in ("norm", "taper"):
             raise BadInput(f"--{name} and --variants both choose the norms; leave one of them out")
-    if k.variants and "aux_weight" in axes and not any(VARIANTS[v][2] for v in k.variants):
-        raise BadInput("--aux_weight is the lambda of the *_aux variants, and --variants has none; add internal_aux or all_aux")
-    if k.variants and any(float(weight) == 0 for weight in axes.get("aux_weight", ())):
-        raise BadInput("--aux_weight=0 makes internal_aux the variant internal, all_aux all; name those in --variants")
+    if not k.variants or "aux_weight" not in axes:
+        return
+    if not any(PAPER_ROWS[v][2] for v in k.variants):
+        remedy = "add internal_aux or all_aux"
+        raise BadInput(f"--aux_weight is the lambda of the *_aux variants, and --variants has none; {remedy}")
+    if any(float(weight) == 0 for weight in axes["aux_weight"]):
+        said = "--aux_weight=0 makes internal_aux the variant internal, and all_aux all"
+        raise BadInput(f"{said}; name those in --variants")
 
 
-def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Run]:
-    """Every run, once: all variants at the first point of the axes, then at the next. BadInput for one that train.py would refuse."""
+def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[PlannedRun]:
+    """Every run, once: all variants at the first point of the axes, then at the next. Raises: BadInput for
+    one that train.py would refuse."""
     check(k, axes)
-    aux_weight, runs, names = str(parse(Config, files, files=True)[0].aux_weight or AUX_WEIGHT), {}, {}
+    aux_weight = parse(Config, files, files=True)[0].aux_weight or AUX_WEIGHT
+    runs, names = {}, {}
     for *values, variant in itertools.product(*axes.values(), k.variants or (None,)):
         flags = dict(zip(axes, values, strict=True))
-        several, words = {n for n in axes if len(axes[n]) > 1 or n == "seed"}, []
+        named = [n for n in axes if len(axes[n]) > 1 or n == "seed"]  # what tells this run from the others
         if variant is not None:
-            norm, taper, anchored = VARIANTS[variant]
-            flags |= {"norm": norm, "taper": taper, "aux_weight": flags.get("aux_weight", aux_weight) if anchored else "0"}
-            several, words = several if anchored else several - {"aux_weight"}, [variant]
-        try:
-            chosen = parse(Config, files + [f"--{n}={v}" for n, v in flags.items()], files=True)[0]
-            flags = {n: v for n, v in flags.items() if READ_BY.get(n, lambda c: True)(chosen)}
-            argv = files + [f"--{n}={v}" for n, v in flags.items()]
-            settings = asdict(parse(Config, argv, files=True)[0].resolve())
-            model_config(settings)
-        except (BadInput, ModelError) as e:
-            point = ", ".join(words + [f"{n}={flags[n]}" for n in several if n in flags])
-            raise BadInput(f"{point}: {e}" if point else str(e)) from None
-        words += [f"{n}{settings[n]}" for n in axes if n in several and n in flags]
-        name, same = re.sub(r"[^\w.+-]+", "_", "-".join(words)).strip("._") or "run", identity(settings)
-        if names.setdefault(name, same) != same:
-            raise BadInput(f"two runs of the grid would both be called {name}; give them sweeps of their own")
-        runs.setdefault(same, Run(name, Path(k.out) / name, argv, settings))
+            norm, taper, anchored = PAPER_ROWS[variant]
+            flags |= {"norm": norm, "taper": taper}
+            if anchored:
+                flags.setdefault("aux_weight", str(aux_weight))
+            else:
+                flags["aux_weight"] = "0"
+                named = [n for n in named if n != "aux_weight"]
+        run = plan(k, files, variant, flags, named)
+        same = identity(run.settings)
+        if names.setdefault(run.name, same) != same:
+            raise BadInput(f"two runs of the grid would both be called {run.name}; sweep them one by one")
+        runs.setdefault(same, run)
     for folder in sorted(Path(k.out).glob("*/")):  # an earlier grid may have named the same run otherwise
-        if (done := runs.get(identity(recorded(folder) or {}))) and not done.folder.exists():
+        done = runs.get(identity(recorded(folder) or {}))
+        if done and not done.folder.exists():
             done.name, done.folder = folder.name, folder
     return list(runs.values())
 
 
-# --- running
+def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str], named: list[str]):
+    """The PlannedRun that config files and flags make, without the flags it does not read; named: the flags
+    that its name tells. Raises: BadInput if train.py would refuse it."""
+
+    def parsed() -> tuple[list[str], Config]:
+        argv = files + [f"--{n}={v}" for n, v in flags.items()]
+        return argv, parse(Config, argv, files=True)[0]
+
+    words = [] if variant is None else [variant]
+    try:
+        _, config = parsed()
+        flags = {n: v for n, v in flags.items() if is_read(n, config)}
+        argv, config = parsed()
+        config.resolve().model_config()
+    except (BadInput, ModelError) as e:
+        point = ", ".join(words + [f"{n}={flags[n]}" for n in named if n in flags])
+        raise BadInput(f"{point}: {e}" if point else str(e)) from None
+    settings = asdict(config)
+    words += [f"{n}{settings[n]}" for n in named if n in flags]
+    name = re.sub(r"[^\w.+-]+", "_", "-".join(words)).strip("._") or "run"
+    return PlannedRun(name, Path(k.out) / name, argv, settings)
 
 
-def command(run: Run, state: str) -> list[str]:
+# ---------------------------------------------------------------------------------------------------------
+# running
+
+
+def command(run: PlannedRun, state: str) -> list[str]:
     resume = ["--init_from=resume"] if state == "resume" else []
     return [sys.executable, str(ROOT / "train.py"), *run.argv, f"--out_dir={run.folder}", *resume]
 
 
-def start(run: Run, state: str, threads: int) -> subprocess.Popen:
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}  # unbuffered: the log ends with what came last
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # 1: PR_SET_PDEATHSIG, so that a killed sweep's runs save and leave
-    with open(f"{run.folder}.log", "ab") as log:  # a session of its own: Ctrl-C reaches the sweep alone
-        return subprocess.Popen(command(run, state), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
-                                preexec_fn=libc and (lambda: libc.prctl(1, signal.SIGTERM)))  # fmt: skip
+def start(run: PlannedRun, state: str, threads: int) -> subprocess.Popen:
+    """Start a run. Its output goes to OUT/<name>.log."""
+    env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}  # so the log ends with what came last
+    before_exec = None
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+
+        def before_exec():
+            libc.prctl(
+                1, signal.SIGTERM
+            )  # PR_SET_PDEATHSIG: when the sweep is killed, its runs save and leave
+
+    with open(f"{run.folder}.log", "ab") as log:
+        return subprocess.Popen(
+            command(run, state), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | env,
+            start_new_session=True,  # Ctrl-C reaches the sweep alone
+            preexec_fn=before_exec,
+        )  # fmt: skip
 
 
-def outcome(run: Run, code: int) -> str:
+def outcome(run: PlannedRun, code: int) -> str:
     """What became of a run whose process has ended."""
-    end = run.seen()
+    end = run.last_line()
     if code == 0:
-        return f"finished, val/loss {loss if finite(loss := end.get('val/loss')) else float('nan'):.4f}"
+        loss = end.get("val/loss")
+        return f"finished, val/loss {loss if finite(loss) else float('nan'):.4f}"
     log = f"{run.folder}.log"
-    said = next((line.strip() for line in reversed(tail(log)) if line.strip()), "it said nothing")
+    said = [line.strip() for line in tail(log) if line.strip()]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
-    return f"{how}: {said} ({log})"
+    return f"{how}: {said[-1] if said else 'it said nothing'} ({log})"
 
 
-def run_all(runs: list[Run], k: Sweep, threads: int) -> list[Run]:
-    """Run what is not finished, `jobs` at a time. Returns those that are not finished in the end."""
-    for run in runs:
-        look(run)
-    waiting, running, over, bad, bar = list(runs), {}, [], [], sys.stderr.isatty()
-    had, began, shown = sum(r.steps for r in runs), time.monotonic(), 0.0
+class Crew:
+    """The runs of a grid at work, `jobs` at a time; says on stderr how far they are."""
 
-    def say(text: str, end: str = "\n"):
-        print(("\r\033[K" if bar else "") + text, end=end, file=sys.stderr, flush=True)
+    def __init__(self, runs: list[PlannedRun], jobs: int, threads: int):
+        self.runs, self.jobs, self.threads = runs, jobs, threads
+        self.waiting, self.working = list(runs), {}  # working: run -> process
+        self.over, self.bad = [], []  # bad: those of the over ones that are not finished
+        self.bar, self.shown = sys.stderr.isatty(), 0.0
+        for run in runs:
+            look(run)
+        self.had, self.began = sum(run.steps for run in runs), time.monotonic()
 
-    def progress() -> str:
-        done, left = sum(r.steps for r in runs) - had, sum(max(0, r.settings["max_iters"] - r.steps) for r in runs if r not in over)
-        minutes = f"{left / done * (time.monotonic() - began) / 60:.0f}" if done > 0 else "?"
-        at_work = ", ".join(f"{r.name} {r.steps}/{r.settings['max_iters']}" for r in running)
-        return f"{len(over)}/{len(runs)} done, {minutes} min left: {at_work}"
+    def work(self) -> list[PlannedRun]:
+        """Run what is not finished. Returns the runs that are not finished in the end."""
+        try:
+            while self.waiting or self.working:
+                while self.waiting and len(self.working) < self.jobs:
+                    self.begin(self.waiting.pop(0))
+                time.sleep(POLL_S if self.working else 0)
+                self.collect()
+                self.show()
+        except SystemExit:
+            again = shlex.join(["python", *sys.argv])
+            self.say(f"stopped; the runs at work save and leave. Go on with: {again}")
+            raise
+        finally:  # nothing outlives the sweep
+            for process in self.working.values():
+                process.terminate()
+            for process in self.working.values():
+                process.wait()
+        return self.bad
 
-    try:
-        while waiting or running:
-            while waiting and len(running) < k.jobs:
-                run = waiting.pop(0)
-                state, why = look(run)
-                if state in ("new", "resume"):
-                    running[run] = start(run, state, threads)
-                else:
-                    say(f"{run.name} {why or 'was finished before'}")
-                    over.append(run)
-                    bad.extend([run] * (state == "refused"))
-            time.sleep(POLL_S if running else 0)
-            for run, process in list(running.items()):
-                run.seen()
-                if (code := process.poll()) is not None:
-                    del running[run]
-                    say(f"{run.name} {outcome(run, code)}")
-                    over.append(run)
-                    bad.extend([run] * (code != 0))
-            if running and (bar or time.monotonic() - shown > LINE_S):
-                shown = time.monotonic()
-                say(progress()[: shutil.get_terminal_size().columns - 1] if bar else progress(), end="" if bar else "\n")
-    except SystemExit:
-        say(f"stopped; the runs at work save and leave. Go on with: {shlex.join(['python', *sys.argv])}")
-        raise
-    finally:  # nothing outlives the sweep
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-    return bad
+    def begin(self, run: PlannedRun):
+        state, why = look(run)
+        if state in ("new", "resume"):
+            self.working[run] = start(run, state, self.threads)
+        else:
+            self.end(run, why or "was finished before", failed=state == "refused")
+
+    def collect(self):
+        """Look at the runs at work, and take note of those that have ended."""
+        for run, process in list(self.working.items()):
+            run.last_line()
+            code = process.poll()
+            if code is not None:
+                del self.working[run]
+                self.end(run, outcome(run, code), failed=code != 0)
+
+    def end(self, run: PlannedRun, said: str, failed: bool):
+        self.say(f"{run.name} {said}")
+        self.over.append(run)
+        if failed:
+            self.bad.append(run)
+
+    def show(self):
+        """The state of all, as a bar on a terminal, elsewhere as a line a minute."""
+        if not self.working or not (self.bar or time.monotonic() - self.shown > LINE_S):
+            return
+        self.shown = time.monotonic()
+        if self.bar:
+            self.say(self.progress()[: shutil.get_terminal_size().columns - 1], end="")
+        else:
+            self.say(self.progress())
+
+    def progress(self) -> str:
+        done = sum(run.steps for run in self.runs) - self.had
+        left = sum(max(0, r.settings["max_iters"] - r.steps) for r in self.runs if r not in self.over)
+        minutes = "?"
+        if done > 0:
+            minutes = f"{left / done * (time.monotonic() - self.began) / 60:.0f}"
+        at_work = ", ".join(f"{run.name} {run.steps}/{run.settings['max_iters']}" for run in self.working)
+        return f"{len(self.over)}/{len(self.runs)} done, {minutes} min left: {at_work}"
+
+    def say(self, text: str, end: str = "\n"):
+        clear = "\r\033[K" if self.bar else ""
+        print(clear + text, end=end, file=sys.stderr, flush=True)
 
 
-def write_record(k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[Run]):
-    """Add this grid to OUT/sweep.json: a list, for a folder may hold several."""
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def write_record(k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[PlannedRun]):
+    """Add this grid to OUT/sweep.json: a list, for a folder may hold several. Raises: BadInput."""
     path = Path(k.out) / "sweep.json"
     try:
         record = json.loads(path.read_bytes()) if path.exists() else []
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, list):
-        raise BadInput(f"{path} is damaged: no list of grids; move it away, or name another --out")
-    new = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), "files": files, "variants": k.variants and list(k.variants)}
-    new |= {"grid": axes, "runs": {r.name: r.settings | {"out_dir": str(r.folder)} for r in runs}}
+        raise BadInput(f"{path} is damaged: it is not a list of grids; move it away, or name another --out")
+    new = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "files": files,
+        "variants": k.variants and list(k.variants),
+        "grid": axes,
+        "runs": {run.name: run.settings | {"out_dir": str(run.folder)} for run in runs},
+    }
     with atomic_write(path, "w") as f:
-        f.write(json.dumps([r for r in record if r != new] + [new], indent=1) + "\n")
+        f.write(json.dumps([*(grid for grid in record if grid != new), new], indent=1) + "\n")
 
 
-def main() -> int:
+def read_command(argv: list[str]) -> tuple[Sweep, list[str], dict[str, list[str]]]:
+    """(the sweep's own knobs, config files, {knob of train.py: its values}). Raises: BadInput."""
     own = {f.name for f in fields(Sweep)} | {"help"}
-    words = ["--print=True" if w == "--print" else w for w in sys.argv[1:]]
-    mine = [w for w in words if w == "-h" or (w.startswith("--") and w[2:].partition("=")[0] in own)]
+    words = ["--print=True" if word == "--print" else word for word in argv]
+    mine, files, axes = [], [], {}
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if word == "-h" or (word.startswith("--") and name in own):
+            mine.append(word)
+        elif not word.startswith("-"):
+            files.append(word)
+        elif word.startswith("--") and name and equals:
+            axes[name] = text.split(",")
+        else:
+            raise BadInput(f"{word}: flags are written --key=value")
     k, _, _ = parse(Sweep, mine, usage=__doc__ + "\nBeside the knobs of train.py:")
-    files, flags = [w for w in words if not w.startswith("-")], [w for w in words if w.startswith("-") and w not in mine]
-    if wrong := [flag for flag in flags if not re.match("--[^=]+=", flag)]:
-        raise BadInput(f"{wrong[0]}: flags are written --key=value")
-    axes = {name: text.split(",") for name, _, text in (flag[2:].partition("=") for flag in flags)}
-    runs = grid(k, files, axes)
-    if k.print:
-        for run, (state, why) in ((run, look(run)) for run in runs):
-            if state in ("new", "resume"):
-                print(shlex.join((["env", f"OMP_NUM_THREADS={k.threads}"] if k.threads else []) + command(run, state)))
-            else:
-                print(f"{run.name} {why or 'is finished'}", file=sys.stderr)
-        return 0
-    for name in dict.fromkeys(r.settings["dataset"] for r in runs):  # here, not by several runs at a time
+    return k, files, axes
+
+
+def print_commands(runs: list[PlannedRun], threads: int | None):
+    """Write the command of every run that is left to do."""
+    env = ["env", f"OMP_NUM_THREADS={threads}"] if threads else []
+    for run in runs:
+        state, why = look(run)
+        if state in ("new", "resume"):
+            print(shlex.join(env + command(run, state)))
+        else:
+            print(f"{run.name} {why or 'is finished'}", file=sys.stderr)
+
+
+def prepare_corpora(runs: list[PlannedRun]) -> bool:
+    """Prepare what is missing, here and not in several runs at a time. False if one cannot be prepared:
+    prepare.py has said why."""
+    for name in dict.fromkeys(run.settings["dataset"] for run in runs):
         folder = ROOT / "data" / name
         missing = name in corpora() and not (folder / "meta.json").exists()
         if missing and subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
-            return 2  # prepare.py has said why
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            return False
+    return True
+
+
+def main() -> int:
+    k, files, axes = read_command(sys.argv[1:])
+    runs = grid(k, files, axes)
+    if k.print:
+        print_commands(runs, k.threads)
+        return 0
+    if not prepare_corpora(runs):
+        return 2
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        getattr(signal, "SIGHUP", signal.SIGTERM),
+    ):  # not on Windows
         signal.signal(signum, lambda n, _: sys.exit(128 + n))
+    threads = k.threads or max(1, (os.cpu_count() or 1) // k.jobs)
     try:
         with hold_folder(k.out):
             write_record(k, files, axes, runs)
-            bad = run_all(runs, k, k.threads or max(1, (os.cpu_count() or 1) // k.jobs))
+            bad = Crew(runs, k.jobs, threads).work()
     except BadInput as e:
         raise BadInput(str(e).replace("--out_dir", "--out")) from None
-    print(f"{len(runs) - len(bad)} of {len(runs)} runs are finished in {k.out}" + "".join(f"\n  not {r.name}" for r in bad))
+    print(f"{len(runs) - len(bad)} of {len(runs)} runs are finished in {k.out}")
+    for run in bad:
+        print(f"  not {run.name}")
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    with one_line_errors(ModelError):
+    with one_line_errors():
         sys.exit(main())

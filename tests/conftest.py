@@ -1,4 +1,5 @@
-"""What the tests share: the list of variants, a tiny model of each, and random values for everything that starts at 1 or 0."""
+"""What the tests share: the list of variants, a tiny model of each, and random values for everything that
+starts at 1 or 0."""
 
 import argparse
 import dataclasses
@@ -19,7 +20,9 @@ from running import flags, train  # noqa: E402
 from data import prepare  # noqa: E402
 from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
 
-torch.set_num_threads(1)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
+torch.set_num_threads(
+    1
+)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
 # the same examples each run, without a folder of old failures
@@ -54,8 +57,9 @@ def tiny_config(variant: str = "rmsnorm", **more) -> ModelConfig:
 
 
 def randomize(model: Transformer, seed: int = 0, std: float = 0.25) -> Transformer:
-    """Every parameter random, in place: gains near 1 (a few negative), shifts near 0, matrices large enough that each
-    layer counts, and with a mean so that centring counts. Every tapered norm gets a c and a gain of its own."""
+    """Every parameter random, in place: gains near 1 (a few negative), shifts near 0, matrices large enough
+    that each layer counts, and with a mean so that centring counts. Every tapered norm gets a c and a gain
+    of its own."""
     rng = torch.Generator().manual_seed(seed)
 
     def normal(p, mean, std):
@@ -77,8 +81,16 @@ def randomize(model: Transformer, seed: int = 0, std: float = 0.25) -> Transform
     return model
 
 
-def tiny(variant: str = "rmsnorm", seed: int = 0, dtype=torch.float64, phase: str = "scale", std: float = 0.25, **more) -> Transformer:
-    """A random tiny model of a variant, in training mode; anything tapered is past its taper unless `phase` says otherwise."""
+def tiny(
+    variant: str = "rmsnorm",
+    seed: int = 0,
+    dtype=torch.float64,
+    phase: str = "scale",
+    std: float = 0.25,
+    **more,
+) -> Transformer:
+    """A random tiny model of a variant, in training mode; anything tapered is past its taper unless `phase`
+    says otherwise."""
     model = randomize(Transformer(tiny_config(variant, **more)).to(dtype), seed, std)
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.37, "scale": 0.0}[phase])

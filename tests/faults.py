@@ -1,11 +1,13 @@
-"""Run train.py with one fault in it. The program has no hook for this: the functions that it calls are replaced first.
+"""Run train.py with one fault in it. The program has no hook for this: the functions that it calls are
+replaced first.
 
     python tests/faults.py '{"at": "fsync", "n": 3, "do": "kill"}' --max_iters=20 ...
 
-at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before, after (an optimizer step);
+at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before,
+after (an optimizer step);
         agree (the ranks on whether to go on: once when they start, then once a step)
-n       the how-manieth call in this process, from 1
-do      kill (SIGKILL of this process, with half of a write on the disk), error (a RuntimeError), the name of an errno
+n       the how-manieth call in this process, from 1 do      kill (SIGKILL of this process, with half of a
+write on the disk), error (a RuntimeError), the name of an errno
         to raise, or of a signal for this process
 rank    under torchrun, the rank that it happens to; without it rank 0
 once    a file that is made when it happens: it does not happen again while that is there
@@ -76,7 +78,11 @@ def install(fault: dict, put=setattr) -> Counter:
 
     def opened(path, mode="r", *args, **more):
         file = plain(path, mode, *args, **more)
-        kind = {".tmp": "write", ".jsonl": "log"}.get(os.path.splitext(path)[1]) if isinstance(path, Path) and mode[0] in "wa" else None
+        kind = (
+            {".tmp": "write", ".jsonl": "log"}.get(os.path.splitext(path)[1])
+            if isinstance(path, Path) and mode[0] in "wa"
+            else None
+        )
         return Faulty(file, kind, point) if kind else file
 
     def step(self, *args, **more):

@@ -1,12 +1,13 @@
-"""Kill training processes, resume them, and compare what they end with with the uninterrupted run, bit for bit.
+"""Kill training processes, resume them, and compare what they end with with the uninterrupted run, bit for
+bit.
 
     python tests/kills.py [--single=60] [--two=20] [--seed=0]
 
-First once at every sync, link and rename of a run; then `single` times at random: a signal from outside (SIGKILL,
-SIGTERM, SIGINT) or SIGKILL at a write, in the middle of it, or before or after an update; then `two` times with two
-ranks under torchrun: the whole job, one rank, or a fault point of one rank. Every process is one of its own; single
-ones are forked from this one, which has imported torch already. Prints what was done; leaves with status 1 at the
-first difference.
+First once at every sync, link and rename of a run; then `single` times at random: a signal from outside
+(SIGKILL, SIGTERM, SIGINT) or SIGKILL at a write, in the middle of it, or before or after an update; then
+`two` times with two ranks under torchrun: the whole job, one rank, or a fault point of one rank. Every
+process is one of its own; single ones are forked from this one, which has imported torch already. Prints
+what was done; leaves with status 1 at the first difference.
 """
 
 import argparse
@@ -34,9 +35,18 @@ import torch._dynamo  # noqa: E402 (the optimizer would import it in every fork)
 from running import assert_same_run, flags, launch, train  # noqa: E402
 
 from data import prepare  # noqa: E402
-from model import read_file  # noqa: E402
+from nanonorm.files import read_file  # noqa: E402
 
-RUN = dict(max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3, init_from="auto")
+RUN = dict(
+    max_iters=24,
+    warmup_iters=3,
+    gate_start=8,
+    gate_end=18,
+    ckpt_interval=5,
+    eval_interval=12,
+    log_interval=3,
+    init_from="auto",
+)
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
@@ -79,13 +89,18 @@ def compare(out: Path, reference: Path):
 def systematic(folder: Path, corpus: Path, reference: Path, done: Counter):
     """A kill at every sync, link and rename, each of a run of its own."""
     counts = folder / "counts.json"
-    calls = launch(*flags(folder / "counted", corpus, **RUN), fault={"counts": str(counts)}, stdout=subprocess.DEVNULL)
+    calls = launch(
+        *flags(folder / "counted", corpus, **RUN), fault={"counts": str(counts)}, stdout=subprocess.DEVNULL
+    )
     assert calls.wait() == 0
     for kind, most in json.loads(counts.read_text()).items():
         for n in range(1, most + 1) if kind in ("fsync", "link", "replace") else ():
             out = folder / f"{kind}{n}"
             argv = flags(out, corpus, **RUN)
-            assert ended(fork(argv, folder / "log", {"at": kind, "n": n, "do": "kill"})) == -signal.SIGKILL, (kind, n)
+            assert ended(fork(argv, folder / "log", {"at": kind, "n": n, "do": "kill"})) == -signal.SIGKILL, (
+                kind,
+                n,
+            )
             whole(out)
             assert ended(fork(argv, folder / "log")) == 0, (kind, n)
             compare(out, reference)
@@ -104,7 +119,11 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             if kind.startswith("SIG"):
                 signum = getattr(signal, kind)
             else:
-                fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "log": 6}.get(kind, 15)), "do": "kill"}
+                fault = {
+                    "at": kind,
+                    "n": rng.randrange(1, {"write": 1200, "log": 6}.get(kind, 15)),
+                    "do": "kill",
+                }
         began, was = time.perf_counter(), modified(out / "metrics.jsonl")
         pid = fork(argv, folder / "log", fault)
         if signum:
@@ -118,7 +137,9 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             seconds, runs = max(seconds, time.perf_counter() - began) if signum is None else seconds, runs + 1
         else:
             wanted = {"SIGTERM": (143,), "SIGINT": (130,)}.get(kind, (-9,))
-            if signum and modified(out / "metrics.jsonl") == was:  # before training it may die of the signal itself
+            if (
+                signum and modified(out / "metrics.jsonl") == was
+            ):  # before training it may die of the signal itself
                 wanted = (*wanted, -signum)
             assert status in wanted, (kind, status)
             whole(out)
@@ -129,7 +150,8 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
 
 
 def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
-    """A signal from outside comes while the ranks train, or anywhere in the processes before that; the last run is left to end."""
+    """A signal from outside comes while the ranks train, or anywhere in the processes before that; the last
+    run is left to end."""
     reference, out, runs, so_far = folder / "two", folder / "two_killed", 0, 0
     argv = flags(out, corpus, **RUN, **TWO)
     began = time.perf_counter()
@@ -139,13 +161,25 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
     assert process.wait() == 0 and training
     left = time.perf_counter() - began - setup
     while so_far < kills or out.exists() or not runs:
-        fault, kind = None, rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"]) if so_far < kills else None
+        fault, kind = (
+            None,
+            rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"])
+            if so_far < kills
+            else None,
+        )
         if kind in ("write", "replace", "before", "after"):
             rank = 0 if kind in ("write", "replace") else rng.randrange(2)
-            fault = {"at": kind, "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)), "do": "kill", "rank": rank}
+            fault = {
+                "at": kind,
+                "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)),
+                "do": "kill",
+                "rank": rank,
+            }
         training = False
         with open(folder / "said", "w") as said:
-            process = launch(*argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+            process = launch(
+                *argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            )
             if kind in ("job", "SIGTERM", "SIGINT"):
                 if rng.random() < 0.75:
                     training = until_it_trains(process, out / "metrics.jsonl")
@@ -158,7 +192,9 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                 else:
-                    everyone = kind == "SIGTERM" and rng.random() < 0.5  # as whoever ends a whole job does; torchrun passes it on as well
+                    everyone = (
+                        kind == "SIGTERM" and rng.random() < 0.5
+                    )  # as whoever ends a whole job does; torchrun passes it on as well
                     for pid in (process.pid, *(ranks if everyone else ())):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, getattr(signal, kind))
@@ -173,9 +209,17 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
             continue
         whole(out)
         so_far += 1
-        name = f"{kind} to torchrun" if kind.startswith("SIG") else "SIGKILL of the job" if kind == "job" else f"SIGKILL of one at {kind}"
+        name = (
+            f"{kind} to torchrun"
+            if kind.startswith("SIG")
+            else "SIGKILL of the job"
+            if kind == "job"
+            else f"SIGKILL of one at {kind}"
+        )
         stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
-        if kind.startswith("SIG") and training:  # they left together, and what they saved is that step; or the loop was over
+        if (
+            kind.startswith("SIG") and training
+        ):  # they left together, and what they saved is that step; or the loop was over
             step = read_file(out / "ckpt.pt")["progress"]["iter"]
             assert step == (int(stopped[2]) if stopped else RUN["max_iters"]), text
             name += " and the ranks" * everyone + ", saved and left"
@@ -200,7 +244,8 @@ def modified(path: Path) -> int | None:
 
 
 def until_it_trains(process, log: Path) -> bool:
-    """Wait until a run has rewritten its metrics.jsonl and then added a line, or has ended; returns whether it got there."""
+    """Wait until a run has rewritten its metrics.jsonl and then added a line, or has ended; returns whether
+    it got there."""
 
     def look():
         with contextlib.suppress(FileNotFoundError):
@@ -228,7 +273,9 @@ def main():
         corpus.mkdir()
         text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
         prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], corpus, 400, "two modules")
-        assert ended(fork(flags(folder / "reference", corpus, **RUN), folder / "log")) == 0, (folder / "log").read_text()
+        assert ended(fork(flags(folder / "reference", corpus, **RUN), folder / "log")) == 0, (
+            folder / "log"
+        ).read_text()
         try:
             systematic(folder, corpus, folder / "reference", done)
             print(f"{sum(done.values())} kills, each at another sync, link or rename of a run", flush=True)
@@ -240,7 +287,8 @@ def main():
             raise
     for what, times in sorted(done.items()):
         print(f"{times:4d}  {what}")
-    print(f"{sum(done.values())} kills in {time.perf_counter() - began:.0f} s; every run ended with the bits of the uninterrupted one")
+    how = f"{sum(done.values())} kills in {time.perf_counter() - began:.0f} s"
+    print(f"{how}; every run ended with the bits of the uninterrupted one")
 
 
 if __name__ == "__main__":

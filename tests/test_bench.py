@@ -1,4 +1,4 @@
-"""bench.py: it refuses what it cannot time, catches a wrong fold before timing, and its counts mean what they say."""
+"""bench.py: it refuses what it cannot time, catches a wrong fold before timing, and its counts are right."""
 
 import json
 import subprocess
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import bench
-from config import ROOT, BadInput
-from model import FORMS, TOLERANCE, ModelConfig, ModelError, Transformer, fold, unfuse
+from model import FORMS, TOLERANCE, ModelConfig, Transformer, fold, unfuse
+from nanonorm import timing
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.files import ROOT
 
 SHAPE = dict(vocab_size=64, block_size=32, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [f"--{k}={v}" for k, v in SHAPE.items()]
@@ -44,40 +46,71 @@ def test_table_and_json(capsys, tmp_path, decode):
     assert json.loads(out.read_text()) == report
     assert [r["variant"] for r in report["rows"]] == names
     assert report["model"]["n_embd"] == 32 and "n_embd" not in report["settings"]
-    heads = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| batch x seq")]
-    assert heads == [["batch x seq", *names]] * 2
+    heads = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("| batch x seq")]
+    assert [[cell.strip() for cell in cells] for cells in heads] == [["batch x seq", *names]] * 2
     for r in report["rows"]:
         assert r["tok_s"] == pytest.approx(2 * (1 if decode else 16) / r["ms"] * 1e3)
         assert r["ms_q1"] <= r["ms"] <= r["ms_q3"] and r["speedup_q1"] <= r["speedup"] <= r["speedup_q3"]
-    assert all(0 < report["differences"][pair] < TOLERANCE[torch.float32] for pair in ("weightless = baseline", "folded = unfused"))
+    for pair in ("weightless = baseline", "folded = unfused"):
+        assert 0 < report["differences"][pair] < TOLERANCE[torch.float32]
+
+
+def test_figure_is_the_table_as_bars(capsys, tmp_path):
+    """Heights are tok/s in the table's order; the error bars reach from quartile to quartile."""
+    plt = pytest.importorskip("matplotlib.pyplot", reason="draws; pip install matplotlib")
+    path = tmp_path / "bars.png"
+    _, report = run(capsys, *FLAGS, "--seq=8,16", f"--figure={path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (panel,) = plt.gcf().axes
+    plt.close()
+    assert panel.get_title(loc="left") == "eager"
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2 x 8", "2 x 16"]
+    bars = [c for c in panel.containers if hasattr(c, "patches")]
+    assert [b.get_label() for b in bars] == ["baseline", "weightless", "unfused", "folded", "floor"]
+    for b in bars:
+        rows = [r for r in report["rows"] if r["variant"] == b.get_label()]
+        assert [p.get_height() for p in b.patches] == pytest.approx([r["tok_s"] for r in rows])
+        (whiskers,) = b.errorbar.lines[2]
+        for r, ((_, low), (_, high)) in zip(rows, whiskers.get_segments(), strict=True):
+            tokens = 2 * r["seq"] * 1e3
+            assert (low, high) == pytest.approx((tokens / r["ms_q3"], tokens / r["ms_q1"]))
+
+
+def test_figure_without_matplotlib_is_refused_before_timing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "build", lambda *_: pytest.fail("went on"))
+    with pytest.raises(BadInput, match="pip install matplotlib"):
+        bench.main([*QUICK, *FLAGS, "--figure=bars.png"])
 
 
 def test_operator_counts(capsys):
-    """Folding removes operators, the floor has the fewest: 4 products and 1 attention a layer, and the head."""
-    names = ("baseline", "weightless", "unfused", "folded", "all_unfused", "all_folded", "layernorm", "coupled", "coupled_folded",
-             "cbwc", "cbwc_folded", "dyt", "derf")  # fmt: skip
+    """Folding removes operators, the floor has the fewest: 4 products, 1 attention a layer, and the head."""
+    names = ("baseline", "weightless", "unfused", "folded", "all_unfused", "all_folded", "layernorm",
+             "coupled", "coupled_folded", "cbwc", "cbwc_folded", "dyt", "derf")  # fmt: skip
     _, report = run(capsys, *FLAGS, f"--variants={','.join(names)}")
     work = {r["variant"]: r["work"] for r in report["rows"]}
     assert work["all_folded"] < work["folded"] < work["unfused"] <= work["baseline"]
-    assert work["weightless"] < work["baseline"] and work["coupled_folded"] < work["coupled"] and work["cbwc_folded"] < work["cbwc"]
+    assert work["weightless"] < work["baseline"]
+    assert work["coupled_folded"] < work["coupled"] and work["cbwc_folded"] < work["cbwc"]
     assert work["floor"] == 5 * SHAPE["n_layer"] + 1 == min(work.values())
     n = SHAPE["n_layer"]
     assert work["unfused"] - work["folded"] == 2 * n  # one scaling a tapered norm
-    assert len([p for p in report["differences"] if " = " in p]) == 5  # weightless, folded, all_folded, coupled_folded, cbwc_folded
+    pairs = [pair for pair in report["differences"] if " = " in pair]
+    assert len(pairs) == 5  # weightless, folded, all_folded, coupled_folded, cbwc_folded
 
 
 def test_counter_ignores_views():
     x, w = torch.randn(2, 3, 8), torch.randn(8, 8)
 
     def count(f):
-        return bench.count_work(lambda: None, f, "eager", CPU)
+        return timing.count_work(lambda: None, f, "eager", CPU)
 
     assert count(lambda: x.view(6, 8).t().unsqueeze(0)[..., 1:].transpose(0, 1).split(2, 0)) == 0
     assert count(lambda: x.view(6, 8) + 1) == 1
     assert count(lambda: torch.nn.functional.linear(x, w)) == 1  # view, t, mm, unsafe_view
     assert count(lambda: x.transpose(0, 1).reshape(-1)) == 1  # a copy
     assert count(lambda: x.add_(1)) == 1  # writes what it was given
-    assert bench.count_work(lambda: None, lambda: x + 1, "compiled", CPU) is None
+    assert timing.count_work(lambda: None, lambda: x + 1, "compiled", CPU) is None
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -88,8 +121,11 @@ def test_wrong_fold_is_caught_before_timing(monkeypatch, norm):
         return new
 
     monkeypatch.setattr(bench, "time_rounds", lambda *_: pytest.fail("timed"))
-    for form, variants, argument in (("folded", "unfused,folded", {}), ("weightless", "baseline,weightless", {"gains": True})):
-        monkeypatch.setitem(FORMS, form, partial(broken, **argument))
+    for form, variants, gains in (
+        ("folded", "unfused,folded", False),
+        ("weightless", "baseline,weightless", True),
+    ):
+        monkeypatch.setitem(FORMS, form, partial(broken, gains=gains))
         with pytest.raises(BadInput, match=rf"{form} = \w+ does not hold"):
             bench.main([*QUICK, *FLAGS, f"--norm={norm}", f"--variants={variants}"])
 
@@ -110,7 +146,9 @@ def test_gain_that_was_left_out_is_caught(monkeypatch):
 
 def test_logits_that_are_not_finite_are_refused(capsys, folder):
     model = Transformer.load(folder / "unfused.pt")
-    model.blocks[0].mlp.down.weight.data.fill_(1e30)  # finite itself, as a file must be; its product with the SwiGLU is not
+    model.blocks[0].mlp.down.weight.data.fill_(
+        1e30
+    )  # finite, as a file must be; its product with the SwiGLU is not
     model.blocks[0].mlp.gate_up.weight.data.fill_(1e30)
     torch.save(model.to_file({}), folder / "unfused.pt")
     with pytest.raises(BadInput, match="not finite"):
@@ -118,7 +156,8 @@ def test_logits_that_are_not_finite_are_refused(capsys, folder):
 
 
 def test_run_folder_is_what_is_timed(capsys, folder):
-    models = bench.build(("unfused", "folded"), ModelConfig(**SHAPE, taper="internal"), bench.read_run(folder), CPU, torch.float32, 0)
+    shape, run_models = ModelConfig(**SHAPE, taper="internal"), bench.load_models(folder)
+    models = bench.build(("unfused", "folded"), shape, run_models, CPU, torch.float32, 0)
     for form in models:
         saved, built = torch.load(folder / f"{form}.pt")["state"], models[form].state_dict()
         assert saved.keys() == built.keys() and all(torch.equal(saved[n], built[n]) for n in saved)
@@ -145,9 +184,11 @@ def test_folder_with_only_a_checkpoint(capsys, tmp_path):
 def test_rounds_are_shuffled_and_warmup_is_dropped(monkeypatch):
     calls = []
     steps = {name: (partial(calls.append, f"reset {name}"), partial(calls.append, name)) for name in "abc"}
-    times = bench.time_rounds(steps, 2, 20, CPU, np.random.default_rng(0))
+    times = timing.time_rounds(steps, 2, 20, CPU, np.random.default_rng(0))
     assert all(len(t) == 20 for t in times.values())
-    assert len(calls) == 2 * 3 * 22 and all(calls[i] == f"reset {calls[i + 1]}" for i in range(0, len(calls), 2))
+    assert len(calls) == 2 * 3 * 22 and all(
+        calls[i] == f"reset {calls[i + 1]}" for i in range(0, len(calls), 2)
+    )
     rounds = [tuple(calls[i + 1 : i + 6 : 2]) for i in range(0, len(calls), 6)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds) and len(set(rounds)) == 6
 
@@ -161,7 +202,11 @@ def test_decode_repeats_the_same_step():
         for _ in range(3):
             reset()
             logits.append(step())
-    assert logits[0].shape == (2, 1, 64) and torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert (
+        logits[0].shape == (2, 1, 64)
+        and torch.equal(logits[0], logits[1])
+        and torch.equal(logits[0], logits[2])
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,6 +239,7 @@ def test_shapes_and_defaults(capsys, flags):
         (["--runtimes=graph"], "need a GPU"),
         (["--device=tpu"], "device=tpu"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
+        (["--figure=bars.pdf"], ".png file in a folder that exists"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
     ],
@@ -212,8 +258,10 @@ def test_path_and_shape_flags_exclude_each_other(folder, tmp_path):
 
 
 def test_command_exits_with_one_line():
-    done = subprocess.run([sys.executable, "bench.py", "no/such/run"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("bench.py: ")
+    command = [sys.executable, "bench.py", "no/such/run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("bench.py: ")
 
 
 def test_missing_compiler_is_one_line(monkeypatch):
@@ -222,7 +270,9 @@ def test_missing_compiler_is_one_line(monkeypatch):
     def fail(*_):
         raise InvalidCxxCompiler()
 
-    monkeypatch.setattr(bench, "in_runtime", lambda runtime, reset, step: fail if runtime == "compiled" else step)
+    monkeypatch.setattr(
+        bench, "in_runtime", lambda runtime, reset, step: fail if runtime == "compiled" else step
+    )
     with pytest.raises(BadInput, match="install g"):
         bench.main([*QUICK, *FLAGS, "--runtimes=compiled"])
 
@@ -236,7 +286,7 @@ def test_compiled(capsys, mode):
 
 
 def test_random_models_stay_finite_at_the_papers_width():
-    """At gate 0 nothing holds the scale of an untrained network; over eight blocks of 512 it once overflowed."""
+    """At gate 0 nothing holds the scale of an untrained network; over 8 blocks of 512 it once overflowed."""
     torch.manual_seed(0)
     model = bench.random_model(ModelConfig(n_embd=512, vocab_size=500, taper="all"), CPU)
     logits = model(torch.randint(500, (1, 64)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import importlib
 import itertools
 import math
 import os
@@ -18,22 +19,14 @@ from conftest import ROOT, one_line
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import config as config_module
-from config import (
-    FREE_ON_RESUME,
-    BadInput,
-    Config,
-    ModelKnobs,
-    atomic_write,
-    comments,
-    describe,
-    fits,
-    model_file,
-    one_line_errors,
-    parse,
-    print_help,
-)
+from config import FREE_ON_RESUME, Config, ModelKnobs
 from model import NORMS, TAPERED_SITES, ModelConfig
+from nanonorm import cli
+from nanonorm.cli import comments, parse, print_help
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import atomic_write
+from nanonorm.run import model_file
+from nanonorm.typed import check, in_words
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
 HINTS = get_type_hints(Config, include_extras=True)
@@ -68,8 +61,26 @@ def test_every_knob_has_a_type_a_comment_and_a_place_in_help(capsys):
     for f in dataclasses.fields(Config):
         assert len(notes[f.name].strip()) > 3, f.name
         at = lines.index(f"  --{f.name}={f.default}")
-        assert notes[f.name] in lines[at + 1] and f"[{describe(HINTS[f.name])}]" in lines[at + 1]
+        assert notes[f.name] in lines[at + 1] and f"[{in_words(HINTS[f.name])}]" in lines[at + 1]
     assert sum(line.startswith("  --") for line in lines) == len(KNOBS)
+
+
+COMMANDS = {
+    "sample": "Sample", "bench": "Bench", "data.stdlib.prepare": "Knobs", "data.tinystories.prepare": "Knobs",
+    "scripts.sweep": "Sweep", "scripts.report": "ReportKnobs", "scripts.figures": "Picture",
+    "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
+    "scripts.speed.where": "Where",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_explains_every_knob(module, capsys):
+    """Also one that is written over several lines."""
+    knobs = getattr(importlib.import_module(module), COMMANDS[module])
+    notes = comments(knobs)
+    assert all(len(notes[f.name].strip()) > 3 for f in dataclasses.fields(knobs))
+    print_help(knobs, "usage")
+    assert capsys.readouterr().out.count("\n  --") == len(dataclasses.fields(knobs))
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -81,7 +92,7 @@ def test_help_prints_and_leaves_with_status_0(flag, capsys):
 
 def test_every_default_is_of_its_type_and_in_range():
     for f in dataclasses.fields(Config):
-        value = fits(HINTS[f.name], f.default)
+        value = check(HINTS[f.name], f.default)
         assert value == f.default and type(value) is type(f.default), f.name
 
 
@@ -105,7 +116,15 @@ def test_the_choices_are_those_that_the_model_knows():
 def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
     assert set(KNOBS) >= FREE_ON_RESUME
     assert not FREE_ON_RESUME & {f.name for f in dataclasses.fields(ModelKnobs)}
-    assert not FREE_ON_RESUME & {"seed", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters", "dataset", "gate_end"}
+    assert not FREE_ON_RESUME & {
+        "seed",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "max_iters",
+        "dataset",
+        "gate_end",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -144,14 +163,14 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
 @pytest.mark.parametrize(
     "flag, wanted",
     [
-        ("--n_layer=2.0", "n_layer must be an int >= 1 and <= 4096, not '2.0'"),
-        ("--n_layer=True", "n_layer must be an int >= 1 and <= 4096, not 'True'"),
-        ("--n_layer=two", "n_layer must be an int >= 1 and <= 4096, not 'two'"),
-        ("--n_layer=0", "n_layer must be an int >= 1 and <= 4096, not '0'"),
-        ("--n_layer=-3", "n_layer must be an int >= 1"),
-        ("--n_layer=None", "n_layer must be an int >= 1"),
-        ("--n_layer=", "n_layer must be an int >= 1 and <= 4096, not ''"),
-        ("--vocab_size=70000", "vocab_size must be an int >= 2 and <= 65536 or None, not '70000'"),
+        ("--n_layer=2.0", "n_layer must be an int from 1 to 4096, not '2.0'"),
+        ("--n_layer=True", "n_layer must be an int from 1 to 4096, not 'True'"),
+        ("--n_layer=two", "n_layer must be an int from 1 to 4096, not 'two'"),
+        ("--n_layer=0", "n_layer must be an int from 1 to 4096, not '0'"),
+        ("--n_layer=-3", "n_layer must be an int from 1"),
+        ("--n_layer=None", "n_layer must be an int from 1"),
+        ("--n_layer=", "n_layer must be an int from 1 to 4096, not ''"),
+        ("--vocab_size=70000", "vocab_size must be an int from 2 to 65536 or None, not '70000'"),
         ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
         ("--tie_embeddings=true", "tie_embeddings must be True or False, not 'true'"),
         ("--compile=0", "compile must be True or False or None"),
@@ -164,7 +183,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--grad_clip=1j", "grad_clip must be a number"),
         (f"--learning_rate=1{'0' * 400}", "learning_rate must be a number"),
         ("--norm_eps=0", "norm_eps must be a number >= 1e-30"),
-        ("--beta2=1", "beta2 must be a number >= 0.0 and <= 0.999999"),
+        ("--beta2=1", "beta2 must be a number from 0.0 to 0.999999"),
         ("--ema_rate=1.5", "ema_rate must be a number"),
         ("--norm=RMSNorm", "norm must be one of rmsnorm, layernorm, coupled, cbwc, dyt, derf, not 'RMSNorm'"),
         ("--taper=None", "taper must be one of none, internal, final, all"),
@@ -204,9 +223,30 @@ def in_range(hint, value) -> bool:
 
 # anything at all, and text close to Python: literals, brackets, quotes, numbers in every notation
 near_python = st.text(alphabet="[](){}<>,:;'\"\\=+-*/._ 0123456789eExXoObBjJfaTruFlsNn#\n\t\0", max_size=12)
-words = ["{", "}", "[", "]", "(", ")", "1", "'a'", ":", ",", "None", "1e5", "-", "0x", "f" * 5000, "*", "b''", "..."]
+words = [
+    "{",
+    "}",
+    "[",
+    "]",
+    "(",
+    ")",
+    "1",
+    "'a'",
+    ":",
+    ",",
+    "None",
+    "1e5",
+    "-",
+    "0x",
+    "f" * 5000,
+    "*",
+    "b''",
+    "...",
+]
 pieces = st.lists(st.sampled_from(words), max_size=6).map("".join)
-numbers = st.one_of(st.integers(), st.floats(), st.integers(2**1000, 2**1030), st.booleans(), st.none()).map(repr)
+numbers = st.one_of(st.integers(), st.floats(), st.integers(2**1000, 2**1030), st.booleans(), st.none()).map(
+    repr
+)
 
 
 @settings(max_examples=500)
@@ -246,7 +286,8 @@ def test_a_refused_flag_prints_nothing_beside_its_line(text):
 
 @given(name=st.sampled_from(KNOBS), data=st.data())
 def test_a_value_survives_its_own_text(name, data):
-    """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can read."""
+    """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can
+    read."""
 
     def values(hint):
         if get_origin(hint) in (Union, types.UnionType):
@@ -254,10 +295,18 @@ def test_a_value_survives_its_own_text(name, data):
         if get_origin(hint) is Annotated:
             base, (low, high) = get_args(hint)
             low, high = low, None if high == math.inf else high
-            return st.integers(low, high) if base is int else st.floats(low, high, allow_nan=False, allow_infinity=False)
+            return (
+                st.integers(low, high)
+                if base is int
+                else st.floats(low, high, allow_nan=False, allow_infinity=False)
+            )
         if get_origin(hint) is Literal:
             return st.sampled_from(get_args(hint))
-        return {bool: st.booleans(), str: st.text(st.characters(exclude_characters="\0"), max_size=20), types.NoneType: st.none()}[hint]
+        return {
+            bool: st.booleans(),
+            str: st.text(st.characters(exclude_characters="\0"), max_size=20),
+            types.NoneType: st.none(),
+        }[hint]
 
     value = data.draw(values(HINTS[name]))
     if name == "wandb_run_name" and value == "None":
@@ -301,14 +350,22 @@ def test_a_file_may_start_from_another(tmp_path, monkeypatch):
 
 
 def test_underscore_names_and_modules_are_scratch_and_files_do_not_see_each_other(tmp_path):
-    a = write(tmp_path, "a.py", "import math\nimport os.path\n_d = 8\nn_embd = _d * int(math.sqrt(64))\nimport collections as c\n")
+    a = write(
+        tmp_path,
+        "a.py",
+        "import math\nimport os.path\n_d = 8\nn_embd = _d * int(math.sqrt(64))\nimport collections as c\n",
+    )
     assert parse(Config, [a], files=True)[0].n_embd == 64
     b = write(tmp_path, "b.py", "n_layer = _d\n")
     assert refused(a, b, files=True).startswith(f"{b}:1: NameError")
 
 
 def test_a_file_runs_as_the_python_it_is(tmp_path):
-    a = write(tmp_path, "a.py", "n_layer = sum(1 for _i in range(4))\nif n_layer > 2:\n    n_head = [k for k in (1, 2)][-1]\n")
+    a = write(
+        tmp_path,
+        "a.py",
+        "n_layer = sum(1 for _i in range(4))\nif n_layer > 2:\n    n_head = [k for k in (1, 2)][-1]\n",
+    )
     config = parse(Config, [a], files=True)[0]
     assert (config.n_layer, config.n_head) == (4, 2)
 
@@ -321,11 +378,11 @@ BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
     ("n_layers = 3\n", "{path}: unknown key 'n_layers'; did you mean 'n_layer'?"),
     ("from math import pi\n", "{path}: unknown key 'pi'"),
     ("def f(): pass\n", "{path}: unknown key 'f'"),
-    ("n_layer = 2.0\n", "{path}: n_layer must be an int >= 1 and <= 4096, not '2.0'"),
-    ("n_layer = True\n", "{path}: n_layer must be an int >= 1 and <= 4096, not 'True'"),
-    ("n_layer = '2'\n", "{path}: n_layer must be an int >= 1 and <= 4096, not '2'"),
-    ("n_layer = [2]\n", "{path}: n_layer must be an int >= 1 and <= 4096, not '[2]'"),
-    ("n_layer = 16 ** 5000\n", "{path}: n_layer must be an int >= 1"),
+    ("n_layer = 2.0\n", "{path}: n_layer must be an int from 1 to 4096, not '2.0'"),
+    ("n_layer = True\n", "{path}: n_layer must be an int from 1 to 4096, not 'True'"),
+    ("n_layer = '2'\n", "{path}: n_layer must be an int from 1 to 4096, not '2'"),
+    ("n_layer = [2]\n", "{path}: n_layer must be an int from 1 to 4096, not '[2]'"),
+    ("n_layer = 16 ** 5000\n", "{path}: n_layer must be an int from 1"),
     ("grad_clip = float('nan')\n", "{path}: grad_clip must be a number"),
     ("grad_clip = float('inf')\n", "{path}: grad_clip must be a number"),
     ("grad_clip = 10 ** 400\n", "{path}: grad_clip must be a number"),
@@ -368,8 +425,9 @@ def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
     (tmp_path / "config").mkdir()
     for name in ("taper_30m.py", "baseline_30m.py", "__init__.py"):
         write(tmp_path / "config", name, "")
-    monkeypatch.setattr(config_module, "ROOT", tmp_path)
-    want = f"no config file config/tapr_30m.py; did you mean {tmp_path}/config/taper_30m.py?"  # from whatever folder
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    # the whole path, from whatever folder
+    want = f"no config file config/tapr_30m.py; did you mean {tmp_path}/config/taper_30m.py?"
     assert refused("config/tapr_30m.py", files=True) == want
     assert refused("config/zzz.py", files=True) == "no config file config/zzz.py"
 
@@ -387,15 +445,29 @@ def test_every_config_file_of_the_repository_means_something(path):
 
 def test_resolve_fills_in_what_defaults_to_another_knob():
     config = set_by("--max_iters=2000").resolve()
-    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (100, 2000, 100, 2000)
-    config = set_by("--max_iters=2000", "--warmup_iters=30", "--gate_end=500", "--lr_decay_iters=900").resolve()
-    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (30, 900, 30, 500)
+    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (
+        100,
+        2000,
+        100,
+        2000,
+    )
+    config = set_by(
+        "--max_iters=2000", "--warmup_iters=30", "--gate_end=500", "--lr_decay_iters=900"
+    ).resolve()
+    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (
+        30,
+        900,
+        30,
+        500,
+    )
     config = set_by("--max_iters=2000", "--gate_start=7", "--taper=all").resolve()
     assert (config.warmup_iters, config.gate_start) == (100, 7)
     assert dataclasses.asdict(config.resolve()) == dataclasses.asdict(config)  # once is enough
 
 
-@given(max_iters=st.integers(1, 10**6), taper=st.sampled_from(["none", "all"]), aux=st.sampled_from([0.0, 0.1]))
+@given(
+    max_iters=st.integers(1, 10**6), taper=st.sampled_from(["none", "all"]), aux=st.sampled_from([0.0, 0.1])
+)
 def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     config = Config(max_iters=max_iters, taper=taper, aux_weight=aux)
     if max_iters == 1 and (taper != "none" or aux):
@@ -414,8 +486,14 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         (["--taper=all", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--taper=all", "--warmup_iters=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--aux_weight=0.1", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
-        (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_start < gate_end <= max_iters, not 50, 50, 10000"),
-        (["--taper=internal", "--gate_start=60", "--gate_end=50"], "gate_start < gate_end <= max_iters, not 60, 50"),
+        (
+            ["--taper=final", "--gate_start=50", "--gate_end=50"],
+            "gate_start < gate_end <= max_iters, not 50, 50, 10000",
+        ),
+        (
+            ["--taper=internal", "--gate_start=60", "--gate_end=50"],
+            "gate_start < gate_end <= max_iters, not 60, 50",
+        ),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
@@ -438,14 +516,20 @@ def test_without_a_taper_the_gate_knobs_bind_nothing():
 
 
 def test_errors_are_one_line_on_stderr_and_status_2():
-    code = "from config import *\nwith one_line_errors(KeyError):\n    raise {}"
+    code = "from nanonorm.errors import *\nwith one_line_errors(KeyError):\n    raise {}"
     for error, wanted in (("BadInput('a\\nb')", "a b"), ("KeyError('k')", "'k'")):
-        done = subprocess.run([sys.executable, "-c", code.format(error)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(error)], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.count("\n") == 1 and done.stderr.endswith(f": {wanted}\n")
-    done = subprocess.run([sys.executable, "-c", code.format("RuntimeError('a bug')")], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code.format("RuntimeError('a bug')")], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1 and "Traceback" in done.stderr  # a bug is not bad input
-    done = subprocess.run([sys.executable, "-c", code.format("KeyboardInterrupt")], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code.format("KeyboardInterrupt")], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 130 and done.stderr == ""
 
 
@@ -501,7 +585,8 @@ def test_a_kill_inside_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"old")
     code = (
-        f"import os, signal\nfrom config import atomic_write\nwith atomic_write({str(path)!r}) as f:\n"
+        "import os, signal\nfrom nanonorm.files import atomic_write\n"
+        f"with atomic_write({str(path)!r}) as f:\n"
         "    f.write(b'half'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9

@@ -1,4 +1,4 @@
-"""The corpora: what is written is the text, the manifest describes it, and bad input leaves nothing behind."""
+"""The corpora: tokens decode to the text, the manifest is true of them, bad input leaves nothing behind."""
 
 import fcntl
 import hashlib
@@ -18,10 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from config import ROOT, BadInput
 from data.tinystories.prepare import CUT, stories
+from data.tokenizer import END, MIN_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
 
-SOURCE = [Path(json.__file__).read_text(), Path(re.__file__).read_text(), "\tif x:\n\t\treturn\n", "\0 \u2585 \u2581 caf\u00e9"]
+MODULES = [Path(json.__file__).read_text(), Path(re.__file__).read_text()]
+SOURCE = [*MODULES, "\tif x:\n\t\treturn\n", "\0 \u2585 \u2581 caf\u00e9"]
 NASTY = [
     "\u2581",
     " ",
@@ -30,7 +33,7 @@ NASTY = [
     "\r\n",
     "\t",
     "\0",
-    data.END,
+    END,
     "<unk>",
     "<0x0A>",
     "\U0001f600\ufe0f",
@@ -49,13 +52,14 @@ examples = settings(deadline=None, max_examples=200, derandomize=True, database=
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(data.train_tokenizer(SOURCE, 500))
-    return data.load_tokenizer(path)
+    path.write_bytes(train_tokenizer(SOURCE, 500))
+    return load_tokenizer(path)
 
 
 def run(corpus, *flags, cwd=None, **env):
     command = [sys.executable, ROOT / "data" / corpus / "prepare.py", *flags]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=100)
+    env = {**os.environ, **env}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
 
 
 def one_line(result):
@@ -66,7 +70,7 @@ def one_line(result):
 
 
 def write_stories(path, documents):
-    path.write_bytes("".join(f"{d}\n{data.END}\n" for d in documents).encode())
+    path.write_bytes("".join(f"{d}\n{END}\n" for d in documents).encode())
     return path
 
 
@@ -110,18 +114,18 @@ def test_line_ends_and_indentation_are_tokens(tokenizer):
 
 
 def test_sizes_that_do_not_fit_name_one_that_does():
-    for size in (data.MIN_VOCAB + 1, 60_000):
+    for size in (MIN_VOCAB + 1, 60_000):
         with pytest.raises(BadInput) as error:
-            data.train_tokenizer(SOURCE, size)
+            train_tokenizer(SOURCE, size)
         named = int(re.search(r"(\d+) at (most|least)$", str(error.value))[1])
-        assert data.Tokenizer(data.train_tokenizer(SOURCE, named)).vocab_size == named
+        assert Tokenizer(train_tokenizer(SOURCE, named)).vocab_size == named
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "t.model").write_bytes(b"not a model")
     for name in ("t.model", "absent.model"):
         with pytest.raises(BadInput, match=name):
-            data.load_tokenizer(tmp_path / name)
+            load_tokenizer(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -133,7 +137,8 @@ def test_writing_holds_no_more_than_a_batch(tokenizer):
 
     def stream():
         for i in range(60):
-            unwritten = i * len(part) - file.tell() / 2 * 5  # a word and its space are 5 bytes, of 2 tokens at least
+            # a token is 2 bytes of the file, and at most 5 of the text: a word and its space
+            unwritten = i * len(part) - file.tell() / 2 * 5
             assert unwritten < 2 * data.BATCH_BYTES
             yield part, True
 
@@ -170,17 +175,21 @@ def test_long_story_comes_in_parts(tmp_path, line):
 # a corpus
 
 
+FILES = {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
+
+
 def check_manifest(folder):
     """Everything meta.json says is true of the files beside it. Returns: meta, documents by split."""
     meta = json.loads((folder / "meta.json").read_text())
     model = folder / meta["tokenizer"]
     assert hashlib.sha256(model.read_bytes()).hexdigest() == meta["tokenizer_sha256"]
-    tokenizer, documents = data.load_tokenizer(model), {}
+    tokenizer, documents = load_tokenizer(model), {}
     assert (tokenizer.vocab_size, tokenizer.eot_id) == (meta["vocab_size"], meta["end_token_id"])
     for split in ("train", "val"):
         ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
         ends = np.flatnonzero(ids == tokenizer.eot_id)
-        assert len(ids) == meta[f"{split}_tokens"] and ids[-1] == tokenizer.eot_id and ids.max() < meta["vocab_size"]
+        assert len(ids) == meta[f"{split}_tokens"] and ids.max() < meta["vocab_size"]
+        assert ids[-1] == tokenizer.eot_id
         documents[split] = [tokenizer.decode(row[:-1].tolist()) for row in np.split(ids, ends + 1)[:-1]]
         assert len(documents[split]) == meta[f"{split}_documents"]
         assert sum(len(d.encode()) for d in documents[split]) == meta[f"{split}_bytes"]
@@ -190,27 +199,29 @@ def check_manifest(folder):
 def test_local_text_becomes_its_stories(tmp_path):
     train = [
         "Once.\n\nThe\tend.",
-        *(f"Tim saw {n}{n} a dog." for n in NASTY if n != data.END),
-        f"a {data.END} b",
+        *(f"Tim saw {n}{n} a dog." for n in NASTY if n != END),
+        f"a {END} b",
         "\u0434\u0430\r\nyes",
     ] * 30
     write_stories(tmp_path / "train.txt", [*train, "with blank lines after it \n \n\n", "", "\n"])
-    (tmp_path / "val.txt").write_text(f"A story.\n{data.END}\nAnother, and no end")
+    (tmp_path / "val.txt").write_text(f"A story.\n{END}\nAnother, and no end")
     flags = ["--text=train.txt", "--val_text=val.txt", "--vocab_size=300"]
     result = run("tinystories", *flags, "--out_dir=new/folder", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "", result
     meta, documents = check_manifest(tmp_path / "new/folder")
-    assert documents == {"train": [*train, "with blank lines after it"], "val": ["A story.", "Another, and no end"]}
+    assert documents["train"] == [*train, "with blank lines after it"]
+    assert documents["val"] == ["A story.", "Another, and no end"]
     assert "train.txt" in meta["source"] and f"{meta['train_tokens']:,} tokens" in result.stdout
 
     again = run("tinystories", *flags, "--out_dir=other", cwd=tmp_path)
     assert again.returncode == 0
-    for name in ("train.bin", "val.bin", "tokenizer.model", "meta.json"):
+    for name in FILES:
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "new/folder" / name).read_bytes()
 
 
 def test_wherever_a_second_prepare_stops_a_manifest_is_true(tmp_path, monkeypatch):
-    old, new = ([(text, True) for text in (a, b)] for a, b in (SOURCE[:2], SOURCE[1::-1]))
+    old = [(text, True) for text in MODULES]
+    new = old[::-1]
     replace, stop_at = os.replace, 0
 
     def stopping_replace(*paths):
@@ -239,11 +250,41 @@ def test_wherever_a_second_prepare_stops_a_manifest_is_true(tmp_path, monkeypatc
     data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
     with pytest.raises(BadInput, match="validation split of new"):
         data.prepare(lambda: new, lambda: [], tmp_path, 500, "new")
+    with pytest.raises(BadInput, match="printable"):
+        data.prepare(lambda: new, lambda: new, tmp_path, 500, "two\nlines")
     assert check_manifest(tmp_path)[0]["source"] == "old"
 
 
+def test_an_opened_corpus_is_what_was_prepared(tmp_path):
+    parts = [(text, True) for text in MODULES]
+    prepared = data.prepare(lambda: parts, lambda: parts[:1], tmp_path, 400, "two modules")
+    meta, train, val = data.open_corpus(tmp_path, 64)
+    assert prepared == json.loads((tmp_path / "meta.json").read_text())
+    for split in ("train", "val"):
+        digest = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
+        assert meta.pop(f"{split}_sha256") == digest
+    assert meta == prepared and (len(train), len(val)) == (meta["train_tokens"], meta["val_tokens"])
+    decoded = load_tokenizer(tmp_path / "tokenizer.model").decode((val.astype(int) & 0xFFFF).tolist())
+    assert decoded == MODULES[0]
+
+
+WRONG = {"vocab_size": 258, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
+         "val_bytes": 10**400, "val_documents": None, "dtype": "<u4", "source": "two\nlines"}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_manifest_that_no_prepare_writes_is_refused(tmp_path, key):
+    parts = [(text, True) for text in MODULES]
+    good = data.prepare(lambda: parts, lambda: parts, tmp_path, 400, "two modules")
+    without = {name: value for name, value in good.items() if name != key}
+    for manifest in ({**good, key: WRONG[key]}, without):
+        (tmp_path / "meta.json").write_text(json.dumps(manifest))
+        with pytest.raises(BadInput, match=rf"meta.json .*\({key}: .*; prepare .* again"):
+            data.open_corpus(tmp_path, 64)
+
+
 def test_tokens_that_lose_text_are_an_error(tokenizer, monkeypatch):
-    monkeypatch.setattr(data.Tokenizer, "decode", lambda self, ids: "something else")
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "something else")
     with pytest.raises(BadInput, match="document 0"):
         data.write_tokens(tokenizer, [("text", True)], io.BytesIO())
 
@@ -262,7 +303,7 @@ BOTH = ["--text=good.txt", "--val_text=good.txt"]
         ([*BOTH, "--vocabsize=400"], "did you mean 'vocab_size'"),
         ([*BOTH, "good.txt"], "unexpected word 'good.txt'"),
         (["--text=good.txt"], "go together"),
-        (["--text=", "--val_text=good.txt"], "is no file"),
+        (["--text=", "--val_text=good.txt"], "is not a file"),
         (["--text=absent.txt", "--val_text=good.txt"], "absent.txt"),
         (["--text=latin1.txt", "--val_text=good.txt"], "latin1.txt is not UTF-8 in line 2"),
         (["--text=good.txt", "--val_text=latin1.txt"], "latin1.txt is not UTF-8 in line 2"),
@@ -293,10 +334,13 @@ def test_bad_input_is_one_line(tmp_path, flags, said):
 
 
 def fake_hub(folder, rows):
-    """A `datasets` and a `huggingface_hub` that answer without a network. Returns: the environment that finds them."""
+    """Put a stand-in hub client in `folder`. Returns: the environment in which Python finds it."""
     folder.mkdir()
     (folder / "huggingface_hub.py").write_text(
-        "class HfApi:\n    def dataset_info(self, name, timeout):\n        self.sha = 'abc123'\n        return self\n"
+        "class HfApi:\n"
+        "    def dataset_info(self, name, timeout):\n"
+        "        self.sha = 'abc123'\n"
+        "        return self\n"
     )
     (folder / "datasets.py").write_text(
         f"def load_dataset(name, split, revision, streaming):\n"
@@ -307,22 +351,24 @@ def fake_hub(folder, rows):
 
 
 def test_hub_stories_become_the_corpus(tmp_path):
-    result = run(
-        "tinystories", "--out_dir=out", "--vocab_size=280", cwd=tmp_path, **fake_hub(tmp_path / "hub", ["one one", "two\n\ntwo \n"])
-    )
+    hub = fake_hub(tmp_path / "hub", ["one one", "two\n\ntwo \n"])
+    result = run("tinystories", "--out_dir=out", "--vocab_size=280", cwd=tmp_path, **hub)
     assert result.returncode == 0, result
     meta, documents = check_manifest(tmp_path / "out")
-    assert documents == {"train": ["train one one", "train two\n\ntwo"], "val": ["validation one one", "validation two\n\ntwo"]}
+    assert documents["train"] == ["train one one", "train two\n\ntwo"]
+    assert documents["val"] == ["validation one one", "validation two\n\ntwo"]
     assert meta["source"] == "roneneldan/TinyStories on the Hugging Face hub, revision abc123"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
 def test_without_the_hub_one_line_names_the_ways_out(tmp_path):
     no_hub = run("tinystories", "--out_dir=out", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    lost = run("tinystories", "--out_dir=out", cwd=tmp_path, **fake_hub(tmp_path / "hub", "('one' if i < 3 else 1/0 for i in range(9))"))
+    hub = fake_hub(tmp_path / "hub", "('one' if i < 3 else 1/0 for i in range(9))")
+    lost = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
     (tmp_path / "hub/datasets.py").write_text("raise ImportError('no datasets here')")
-    no_package = run("tinystories", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path / "hub"))
-    for result, said in ((no_hub, "cannot reach"), (lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
+    no_package = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
+    cases = (no_hub, "cannot reach"), (lost, "ZeroDivisionError"), (no_package, "pip install datasets")
+    for result, said in cases:
         message = one_line(result)
         assert said in message and "--text=" in message and "--val_text=" in message
     assert not list((tmp_path / "out").glob("*"))
@@ -335,11 +381,13 @@ def test_stdlib_is_this_pythons_library(tmp_path):
     assert meta["vocab_size"] == 2048 and sys.version.split()[0] in meta["source"]
     assert 0.02 < meta["val_bytes"] / meta["train_bytes"] < 0.1
     library = set(documents["train"]) | set(documents["val"])
-    assert set(SOURCE[:2]) <= library and Path(np.__file__).read_text() not in library
+    assert set(MODULES) <= library and Path(np.__file__).read_text() not in library
     assert not set(documents["train"]) & set(documents["val"])
 
 
 def test_python_without_its_library_is_refused(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sysconfig\nsysconfig.get_path = lambda name: '/nowhere/python311.zip'\n")
-    assert "/nowhere/python311.zip" in one_line(run("stdlib", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path)))
+    nowhere = "/nowhere/python311.zip"
+    patch = f"import sysconfig\nsysconfig.get_path = lambda name: {nowhere!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    assert nowhere in one_line(run("stdlib", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path)))
     assert not (tmp_path / "out").exists()

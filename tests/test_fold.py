@@ -6,7 +6,18 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from conftest import VARIANTS, batch, every_variant, norm_names, one_line, same_state, scale_of_difference, state_of, tiny, tokens
+from conftest import (
+    VARIANTS,
+    batch,
+    every_variant,
+    norm_names,
+    one_line,
+    same_state,
+    scale_of_difference,
+    state_of,
+    tiny,
+    tokens,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +30,6 @@ from model import (
     CentredLinear,
     Identity,
     LayerNorm,
-    ModelError,
     RMSNorm,
     Scale,
     TaperNorm,
@@ -30,8 +40,10 @@ from model import (
     fold_error,
     unfuse,
 )
+from nanonorm.errors import ModelError
 
-# float64: exact algebra, so only rounding is left: 1e-16 an operation, a thousand of them in the longest chain
+# float64: exact algebra, so only rounding is left: 1e-16 an operation, a thousand of them in the longest
+# chain
 EXACT = 1e-12
 TRANSFORMED = [form for form in FORMS if form != "trained"]
 ALL_TAPERED = ["rmsnorm-all-aux", "layernorm-all", "layernorm-all-nobias"]
@@ -56,7 +68,12 @@ def test_every_form_has_the_models_logits(variant, form, tied, n_kv_head):
         assert scale_of_difference(FORMS[form](model)(idx), model.eval()(idx)) <= EXACT
 
 
-@given(variant=st.sampled_from(list(VARIANTS)), form=st.sampled_from(TRANSFORMED), seed=st.integers(0, 2**16), tied=st.booleans())
+@given(
+    variant=st.sampled_from(list(VARIANTS)),
+    form=st.sampled_from(TRANSFORMED),
+    seed=st.integers(0, 2**16),
+    tied=st.booleans(),
+)
 def test_folding_is_exact_for_any_weights(variant, form, seed, tied):
     model = tiny(variant, seed=seed, tie_embeddings=tied)
     assert fold_error(model, form, tokens(2, 16, seed=seed), torch.float64) <= EXACT
@@ -97,12 +114,18 @@ def test_the_algebra_is_the_designs():
     """W <- (W diag(c gamma~))(I - 11'/D), b <- W_before beta; and without centring for RMSNorm."""
     D = 24
     centring = torch.eye(D, dtype=torch.float64) - torch.ones(D, D, dtype=torch.float64) / D
-    for variant, matrix in (("layernorm-all", centring), ("rmsnorm-all-aux", torch.eye(D, dtype=torch.float64))):
+    for variant, matrix in (
+        ("layernorm-all", centring),
+        ("rmsnorm-all-aux", torch.eye(D, dtype=torch.float64)),
+    ):
         model = tiny(variant)
         folded = fold(model)
         pairs = [(model.norm_final, model.tok_emb, folded.lm_head)]
         for before, after in zip(model.blocks, folded.blocks, strict=True):
-            pairs += [(before.norm_attn, before.attn.qkv, after.attn.qkv), (before.norm_mlp, before.mlp.gate_up, after.mlp.gate_up)]
+            pairs += [
+                (before.norm_attn, before.attn.qkv, after.attn.qkv),
+                (before.norm_mlp, before.mlp.gate_up, after.mlp.gate_up),
+            ]
         for norm, before, after in pairs:
             wanted = before.weight @ torch.diag(norm.c * norm.weight_tilde) @ matrix
             assert scale_of_difference(after.weight, wanted) <= EXACT
@@ -113,7 +136,11 @@ def test_the_algebra_is_the_designs():
                 assert scale_of_difference(after.bias, before.weight @ norm.bias) <= EXACT
 
 
-@given(variant=st.sampled_from([v for v in VARIANTS if v not in ("dyt", "derf")]), seed=st.integers(0, 2**16), gains=st.booleans())
+@given(
+    variant=st.sampled_from([v for v in VARIANTS if v not in ("dyt", "derf")]),
+    seed=st.integers(0, 2**16),
+    gains=st.booleans(),
+)
 def test_absorbing_a_norm_in_a_layer_that_has_a_bias_keeps_what_the_layer_gives(variant, seed, gains):
     norm = tiny(variant, seed=seed).eval().norm_final
     torch.manual_seed(seed)
@@ -140,14 +167,22 @@ def test_a_folded_all_taper_model_has_no_norm(variant, tied):
     assert folded.norm_final(h) is h
 
 
-@pytest.mark.parametrize("variant", ["rmsnorm-internal", "layernorm-internal-aux", "rmsnorm-final", "layernorm-final"])
+@pytest.mark.parametrize(
+    "variant", ["rmsnorm-internal", "layernorm-internal-aux", "rmsnorm-final", "layernorm-final"]
+)
 def test_only_the_tapered_norms_go(variant):
     model = tiny(variant)
-    tapered = {f"blocks.{k.replace('.', '.norm_')}" if k != "final" else "norm_final" for k in model.taper_norms()}
+    tapered = {
+        f"blocks.{k.replace('.', '.norm_')}" if k != "final" else "norm_final" for k in model.taper_norms()
+    }
     folded, unfused = fold(model), unfuse(model)
     for name, m in model.named_modules():
         if isinstance(m, TaperNorm | RMSNorm):
-            expected = (Identity, Scale) if name in tapered else (LayerNorm if "layernorm" in variant else RMSNorm,) * 2
+            expected = (
+                (Identity, Scale)
+                if name in tapered
+                else (LayerNorm if "layernorm" in variant else RMSNorm,) * 2
+            )
             assert (type(folded.get_submodule(name)), type(unfused.get_submodule(name))) == expected, name
 
 
@@ -242,7 +277,10 @@ def statistics_per_forward(model) -> int:
     operators = Operators()
     with torch.no_grad(), operators:
         model(tokens(2, 16))
-    return sum(operators.counts[n] for n in ("mean", "var", "_fused_rms_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm"))
+    return sum(
+        operators.counts[n]
+        for n in ("mean", "var", "_fused_rms_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm")
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,7 +323,9 @@ def test_coupled_folds_into_fewer_operators():
 # precision, and what is refused
 
 
-@pytest.mark.parametrize("variant", ["rmsnorm-all-aux", "layernorm-all", "layernorm-internal-aux", "coupled", "cbwc"])
+@pytest.mark.parametrize(
+    "variant", ["rmsnorm-all-aux", "layernorm-all", "layernorm-internal-aux", "coupled", "cbwc"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_folding_before_the_cast_is_at_least_as_accurate_as_after_it(variant, dtype):
     """The weights of the low-precision model against the exact folded ones: one rounding, not two."""
@@ -294,7 +334,11 @@ def test_folding_before_the_cast_is_at_least_as_accurate_as_after_it(variant, dt
     before, after = fold(model).to(dtype).state_dict(), fold(copy.deepcopy(model).to(dtype)).state_dict()
 
     def error(state):
-        changed = [n for n in exact if n.endswith(("qkv.weight", "gate_up.weight", "proj.weight", "down.weight", "lm_head.weight"))]
+        changed = [
+            n
+            for n in exact
+            if n.endswith(("qkv.weight", "gate_up.weight", "proj.weight", "down.weight", "lm_head.weight"))
+        ]
         return sum((state[n].double() - exact[n]).square().sum().item() for n in changed) ** 0.5
 
     assert before.keys() == after.keys() == exact.keys()
@@ -329,7 +373,9 @@ def test_export_proves_what_it_gives(variant, form, dtype):
 def test_a_run_writes_two_models_where_folding_changes_the_network_else_one(variant):
     model = tiny(variant)
     changed = not same_state(fold(model).state_dict(), model.state_dict())
-    assert exports(model.config) == ({"unfused.pt": "unfused", "folded.pt": "folded"} if changed else {"model.pt": "unfused"})
+    assert exports(model.config) == (
+        {"unfused.pt": "unfused", "folded.pt": "folded"} if changed else {"model.pt": "unfused"}
+    )
 
 
 def without_c(norm):
@@ -348,7 +394,9 @@ def slightly_wrong(norm):
     return Identity(), norm.c * norm.weight_tilde * (1 + 1e-7), norm.bias, norm.centre
 
 
-@pytest.mark.parametrize("broken", [without_c, without_shift, without_centring, slightly_wrong], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "broken", [without_c, without_shift, without_centring, slightly_wrong], ids=lambda f: f.__name__
+)
 def test_export_refuses_a_broken_fold(broken, monkeypatch):
     model = tiny("layernorm-all", dtype=torch.float32)
     export(model, "folded", tokens(2, 16))

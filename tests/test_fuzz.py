@@ -1,7 +1,9 @@
-"""Bad input of every kind, generated: a command works, or ends with exit status 2 and one line, and leaves no file behind.
+"""Bad input of every kind, generated: a command works, or ends with exit status 2 and one line, and leaves
+no file behind.
 
-Five targets: config files and flags, corpora, model files, prompts, bench.py's arguments. Most cases are a valid input with one
-or two things wrong in it, so that they come far. The default suite runs a few hundred, `-m slow` ten thousand and counts them:
+Five targets: config files and flags, corpora, model files, prompts, bench.py's arguments. Most cases are a
+valid input with one or two things wrong in it, so that they come far. The default suite runs a few hundred,
+`-m slow` ten thousand and counts them:
 
     pytest -m slow -n 0 tests/test_fuzz.py
 """
@@ -35,11 +37,13 @@ from hypothesis import strategies as st
 import bench
 import sample
 import train
-from config import Config, one_line_errors
+from config import Config
 from data import prepare
-from model import ModelError
+from nanonorm.errors import one_line_errors
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")]  # of the generators
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")
+]  # of the generators
 LIMIT_S = 60  # for one case; the slowest takes about a second, on a machine that does nothing else
 MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused alike on every machine
 VOCAB = 360
@@ -62,9 +66,9 @@ def ran_out(signum, frame):
 
 
 PROGRAMS = {  # as the last lines of each file call them
-    "train.py": ((ModelError,), lambda argv, held: train.main(held)),
-    "sample.py": ((ModelError,), lambda argv, held: sample.main()),
-    "bench.py": ((ModelError, torch.OutOfMemoryError), lambda argv, held: bench.main(argv)),
+    "train.py": ((), lambda argv, held: train.main(held)),
+    "sample.py": ((), lambda argv, held: sample.main()),
+    "bench.py": ((torch.OutOfMemoryError,), lambda argv, held: bench.main(argv)),
 }
 
 
@@ -74,7 +78,10 @@ def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
     saved = sys.argv, sys.stdin, sys.stdout, sys.stderr
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = [program, *argv]
-    sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(stdin)), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    sys.stdin, sys.stdout = (
+        io.TextIOWrapper(io.BytesIO(stdin)),
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8"),
+    )
     sys.stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     alarm = signal.signal(signal.SIGALRM, ran_out)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
@@ -95,8 +102,15 @@ def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
         error = sys.stderr.buffer.getvalue().decode()
         sys.argv, sys.stdin, sys.stdout, sys.stderr = saved
         gc.enable()
-    hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)  # Python shows these to nobody
-    return status, error + "".join(f"{w.category.__name__}: {w.message}\n" for w in said if not issubclass(w.category, hidden))
+    hidden = (
+        DeprecationWarning,
+        PendingDeprecationWarning,
+        ImportWarning,
+        ResourceWarning,
+    )  # Python shows these to nobody
+    return status, error + "".join(
+        f"{w.category.__name__}: {w.message}\n" for w in said if not issubclass(w.category, hidden)
+    )
 
 
 def files_in(folder: Path) -> dict:
@@ -116,7 +130,9 @@ def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes
         return
     *remarks, line = error.splitlines()
     assert line.startswith(f"{program}: ") and len(line) > len(program) + 10, error
-    if any(reason in line for reason in ("not enough memory", "not exported", "cannot calibrate")):  # found at work, in what was allowed
+    if any(
+        reason in line for reason in ("not enough memory", "not exported", "cannot calibrate")
+    ):  # found at work, in what was allowed
         assert all("metrics.jsonl is gone" in remark for remark in remarks), error  # said when the work began
         COUNTS[target, "stopped at work"] += 1
         return
@@ -139,9 +155,12 @@ def material(tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         prepare(lambda: [(text[:4000], True)], lambda: [(held_out[:400], True)], corpus, VOCAB, "two modules")
     patch = pytest.MonkeyPatch()
-    patch.setattr(train, "measure_peak", lambda device, dtype: 1e12)  # a third of a second
-    patch.setattr("config.commit", lambda: None)
-    for name in ("stdlib", "tinystories"):  # prepared, as far as train.py sees: nothing is written to the checkout
+    patch.setattr("nanonorm.run.measure_peak", lambda device, dtype: 1e12)  # a third of a second
+    patch.setattr("nanonorm.machine.commit", lambda: None)
+    for name in (
+        "stdlib",
+        "tinystories",
+    ):  # prepared, as far as train.py sees: nothing is written to the checkout
         (root / "data" / name).mkdir(parents=True)
         (root / "data" / name / "meta.json").touch()
     patch.setattr(train, "ROOT", root)
@@ -174,7 +193,8 @@ def workplace(material):
 
 
 TINY = [f"--{k}={v}" for k, v in dict(
-    n_layer=2, n_embd=16, n_head=2, block_size=16, batch_size=2, warmup_iters=1, taper="internal", aux_weight=0.1, gate_start=1, gate_end=2,
+    n_layer=2, n_embd=16, n_head=2, block_size=16, batch_size=2, warmup_iters=1, taper="internal",
+    aux_weight=0.1, gate_start=1, gate_end=2,
     eval_interval=2, log_interval=1, device="cpu", dtype="float32", compile=False).items()]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------
@@ -186,24 +206,31 @@ SAMPLE_HINTS = get_type_hints(sample.Sample, include_extras=True)
 
 odd_text = st.one_of(
     st.sampled_from([
-        "", " ", ".", "..", "/", "None", "True", "nan", "inf", "-inf", "1e999", "0x10", "1_0", "٣", "½", "é\u0301", "\u202e", "\ufeff",
-        "\u2028", "\x85", "\x1b[31m", "'", '"', "\"'\"", "'''", "\\", "$(touch x)", "; touch x", "`touch x`", "%s", "{}", "a\nb", "a" * 300,
+        "", " ", ".", "..", "/", "None", "True", "nan", "inf", "-inf", "1e999", "0x10", "1_0", "٣", "½",
+        "é\u0301", "\u202e", "\ufeff",
+        "\u2028", "\x85", "\x1b[31m", "'", '"', "\"'\"", "'''", "\\", "$(touch x)", "; touch x", "`touch x`",
+        "%s", "{}", "a\nb", "a" * 300,
         "a/" * 3000, "[" * 300,
-        "(" * 99 + ")" * 99, "-" * 20000 + "1", "9" * 5000, "9**9", "--", "=", "a=b", "cuda", "cuda:9", "meta", "mps", "cpu:3",
+        "(" * 99 + ")" * 99, "-" * 20000 + "1", "9" * 5000, "9**9", "--", "=", "a=b", "cuda", "cuda:9",
+        "meta", "mps", "cpu:3",
         "xla", "cpu:-1", "/dev/null/x", "\udc80"]),
     st.text(max_size=12).filter(lambda s: "\0" not in s and not any("\ud800" <= c <= "\udfff" for c in s)),
 )  # fmt: skip
 huge = st.builds(pow, st.just(10), st.just(5000))  # more digits than Python prints
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([2**31, 2**40, 2**63, -(2**63), 2**64, 10**30, 10**400]), huge,
+    st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([2**31, 2**40, 2**63, -(2**63), 2**64,
+    10**30, 10**400]), huge,
     st.floats(), odd_text, st.binary(max_size=6), st.just("\ud800"), st.just("a\0b"))  # fmt: skip
 junk = st.recursive(
-    scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(odd_text, inner, max_size=3)), max_leaves=5
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(odd_text, inner, max_size=3)),
+    max_leaves=5,
 )
 
 
 def valid(hint):
-    """A strategy of values that `fits` takes for `hint`, at sizes that take no time, and at the ends of the range."""
+    """A strategy of values that `fits` takes for `hint`, at sizes that take no time, and at the ends of the
+    range."""
     if get_origin(hint) in (Union, types.UnionType):
         return st.one_of(*(valid(h) for h in get_args(hint)))
     if get_origin(hint) is Literal:
@@ -218,15 +245,21 @@ def valid(hint):
         return odd_text
     base, (low, high) = get_args(hint)
     if base is int:
-        return st.one_of(st.integers(low, low + 8), st.sampled_from([low, min(64, high), min(2**20, high), high]))
-    return st.one_of(st.floats(low, min(high, low + 1)), st.sampled_from([low, high if high < 9e99 else 1.7e308]))
+        return st.one_of(
+            st.integers(low, low + 8), st.sampled_from([low, min(64, high), min(2**20, high), high])
+        )
+    return st.one_of(
+        st.floats(low, min(high, low + 1)), st.sampled_from([low, high if high < 9e99 else 1.7e308])
+    )
 
 
 def flag_text(value) -> str:
     """A value as one writes it in a flag; what no process can be handed as an argument is left out."""
     text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
     return (
-        text.replace("\0", "").encode("utf-8", "surrogateescape" if "\ud800" not in text else "replace").decode("utf-8", "surrogateescape")
+        text.replace("\0", "")
+        .encode("utf-8", "surrogateescape" if "\ud800" not in text else "replace")
+        .decode("utf-8", "surrogateescape")
     )
 
 
@@ -243,7 +276,11 @@ def knob_and_value(hints, names=None):
     right = st.sampled_from(names).flatmap(lambda n: st.tuples(st.just(n), valid(hints[n])))
     wrong = st.tuples(st.sampled_from(names), junk)
     named = st.tuples(
-        st.sampled_from(["n_layers", "batchsize", "", "a b", "é", "__class__", "resolve", "_x", "lambda", "help"]) | odd_text, junk
+        st.sampled_from(
+            ["n_layers", "batchsize", "", "a b", "é", "__class__", "resolve", "_x", "lambda", "help"]
+        )
+        | odd_text,
+        junk,
     )
     return st.one_of(right, right, right, wrong, named)
 
@@ -253,13 +290,19 @@ def knob_and_value(hints, names=None):
 
 
 ODD_LINES = [
-    "x = 1", "_x = 3", "import os", "1/0", "out_dir = 'a' 'b'", "def f(): pass", "raise ValueError('a\\nb')", "raise SystemExit(0)",
+    "x = 1", "_x = 3", "import os", "1/0", "out_dir = 'a' 'b'", "def f(): pass", "raise ValueError('a\\nb')",
+    "raise SystemExit(0)",
     "exit()", "import sys; sys.exit(7)", "from config.nowhere import *", "from config.demo import *",
-    "seed = []\nfor _ in range(9999): seed = [seed]", "seed = [10**5000]", "seed = float('nan')", "s = '\\d'", "seed = 1 is 1",
-    "assert (1, 'x')", "max_iters =", "if True:", "\tseed = 1", "seed = " + "(" * 150 + "1" + ")" * 150, "seed = " + "[" * 250,
-    "seed = " + "-" * 5000 + "1", "out_dir = 'x' * 10**6", "seed = open('/nowhere')", "import train", "f()", "def f(): f()\nf()",
-    "class seed: pass", "import numpy; seed = numpy.int64(3)", "import torch; norm = torch.ones(2)", "norm = {}", "del seed",
-    "raise KeyError", "raise OSError(2, 'gone', 'x')", "raise MemoryError", "out_dir = __import__('pathlib').Path('x')",
+    "seed = []\nfor _ in range(9999): seed = [seed]", "seed = [10**5000]", "seed = float('nan')",
+    "s = '\\d'", "seed = 1 is 1",
+    "assert (1, 'x')", "max_iters =", "if True:", "\tseed = 1", "seed = " + "(" * 150 + "1" + ")" * 150,
+    "seed = " + "[" * 250,
+    "seed = " + "-" * 5000 + "1", "out_dir = 'x' * 10**6", "seed = open('/nowhere')", "import train", "f()",
+    "def f(): f()\nf()",
+    "class seed: pass", "import numpy; seed = numpy.int64(3)", "import torch; norm = torch.ones(2)",
+    "norm = {}", "del seed",
+    "raise KeyError", "raise OSError(2, 'gone', 'x')", "raise MemoryError",
+    "out_dir = __import__('pathlib').Path('x')",
     "raise SyntaxError", "exec('(')"]  # fmt: skip
 
 
@@ -272,13 +315,17 @@ def config_source(draw) -> bytes:
     lines = [f"{name} = {shown_in_python(value)}" for name, value in pairs]
     lines += draw(st.lists(st.sampled_from(ODD_LINES), max_size=1))
     source = "\n".join(lines).encode("utf-8", "surrogatepass") + b"\n"
-    accident = draw(st.sampled_from(["none"] * 5 + ["bom", "cr", "crlf", "nul", "insert", "delete", "utf16", "cookie"]))
+    accident = draw(
+        st.sampled_from(["none"] * 5 + ["bom", "cr", "crlf", "nul", "insert", "delete", "utf16", "cookie"])
+    )
     at = draw(st.integers(0, len(source)))
     if accident == "insert":
         return source[:at] + draw(st.binary(min_size=1, max_size=3)) + source[at:]
-    return {"none": source, "bom": b"\xef\xbb\xbf" + source, "cr": source.replace(b"\n", b"\r"), "crlf": source.replace(b"\n", b"\r\n"),
+    return {"none": source, "bom": b"\xef\xbb\xbf" + source, "cr": source.replace(b"\n", b"\r"),
+    "crlf": source.replace(b"\n", b"\r\n"),
             "nul": source[:at] + b"\0" + source[at:], "delete": source[:at] + source[at + 1 :],
-            "utf16": source.decode("utf-8", "replace").encode("utf-16"), "cookie": b"# coding: latin-1\n" + source}[accident]  # fmt: skip
+            "utf16": source.decode("utf-8", "replace").encode("utf-16"),
+            "cookie": b"# coding: latin-1\n" + source}[accident]  # fmt: skip
 
 
 def shown_in_python(value) -> str:
@@ -296,7 +343,8 @@ def shown_in_python(value) -> str:
 
 flag = st.one_of(
     knob_and_value(HINTS).map(lambda pair: f"--{flag_text(pair[0])}={flag_text(pair[1])}"),
-    st.sampled_from(["--", "---", "--=", "--seed", "--seed==1", "--seed=1", "-seed=1", "-", "--seed=[[", "--help=1", "config/nowhere.py",
+    st.sampled_from(["--", "---", "--=", "--seed", "--seed==1", "--seed=1", "-seed=1", "-", "--seed=[[",
+    "--help=1", "config/nowhere.py",
     "/", ".", ""]),
 )  # fmt: skip
 
@@ -305,7 +353,11 @@ flag = st.one_of(
 def config_case(draw):
     sources = draw(st.lists(config_source(), max_size=2))
     flags = draw(st.lists(flag, max_size=3))
-    place = draw(st.sampled_from(["file"] * 12 + ["folder", "missing", "dangling", "loop", "long name", "unreadable name"]))
+    place = draw(
+        st.sampled_from(
+            ["file"] * 12 + ["folder", "missing", "dangling", "loop", "long name", "unreadable name"]
+        )
+    )
     return sources, flags, place
 
 
@@ -323,7 +375,9 @@ def config_target(material, case):
             path = folder / f"{i}.py"
             path.write_bytes(source)
             paths.append(str(path))
-        odd = folder / {"long name": "a" * 300 + ".py", "unreadable name": "\udc80.py"}.get(place, f"{place}.py")
+        odd = folder / {"long name": "a" * 300 + ".py", "unreadable name": "\udc80.py"}.get(
+            place, f"{place}.py"
+        )
         if place == "folder":
             odd.mkdir()
         if place == "dangling":
@@ -332,7 +386,12 @@ def config_target(material, case):
             odd.symlink_to(odd)
         if place == "unreadable name":
             odd.write_text("seed = 3\n")
-        check("config", "train.py", [str(base), *paths, *([] if place == "file" else [str(odd)]), *flags], folder)
+        check(
+            "config",
+            "train.py",
+            [str(base), *paths, *([] if place == "file" else [str(odd)]), *flags],
+            folder,
+        )
 
 
 def accept(*_):
@@ -343,18 +402,31 @@ def accept(*_):
 # (b) corpora
 
 CORPUS_FILES = ["train.bin", "val.bin", "tokenizer.model", "meta.json"]
-META_KEYS = ["vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source", "dtype", "end_token_id"]
+META_KEYS = [
+    "vocab_size",
+    "tokenizer",
+    "tokenizer_sha256",
+    "train_tokens",
+    "val_tokens",
+    "val_bytes",
+    "source",
+    "dtype",
+    "end_token_id",
+]
 corpus_change = st.one_of(
     st.tuples(st.just("meta"), st.sampled_from(META_KEYS), junk),
     st.tuples(st.just("meta"), st.sampled_from(META_KEYS), st.sampled_from(
-        [float("nan"), float("inf"), -1, 0, 1, True, 360.0, 361, 65536, 65537, 2**40, 10**400, "360", "../corpus/tokenizer.model",
+        [float("nan"), float("inf"), -1, 0, 1, True, 360.0, 361, 65536, 65537, 2**40, 10**400, "360",
+        "../corpus/tokenizer.model",
          "meta.json", ".", "\ud800", "a\nb"])),
     st.tuples(st.just("drop"), st.sampled_from(META_KEYS)),
-    st.tuples(st.just("cut"), st.sampled_from(["train", "val"]), st.sampled_from([0, 1, 2, 15, 16, 17, 18, 33]) | st.integers(0, 500)),
+    st.tuples(st.just("cut"), st.sampled_from(["train", "val"]), st.sampled_from([0, 1, 2, 15, 16, 17, 18,
+    33]) | st.integers(0, 500)),
     st.tuples(st.just("bytes"), st.sampled_from(CORPUS_FILES), st.integers(0, 400), st.binary(max_size=3)),
     st.tuples(st.just("id"), st.sampled_from(["train", "val"]), st.integers(0, 300), st.integers(350, 65535)),
     st.tuples(st.just("whole"), st.sampled_from(CORPUS_FILES), st.sampled_from(
-        [b"", b"\0", b"{}", b"[]", b"null", b"{", b"[" * 100000, b"\xff\xfe", b"1" * 5000, b"NaN", b'{"vocab_size": 3}'])),
+        [b"", b"\0", b"{}", b"[]", b"null", b"{", b"[" * 100000, b"\xff\xfe", b"1" * 5000, b"NaN",
+        b'{"vocab_size": 3}'])),
     st.tuples(st.just("gone"), st.sampled_from([*CORPUS_FILES, "."])),
     st.tuples(st.just("folder"), st.sampled_from(CORPUS_FILES)),
 )  # fmt: skip
@@ -396,11 +468,22 @@ def corpus_target(material, case):
         for name, content in raw.items():
             (folder / name).write_bytes(content)
         for kind, name, *_ in changes:
-            if kind in ("gone", "folder") and (folder / name).exists() and not ((folder / name).is_dir() and name != "."):
+            if (
+                kind in ("gone", "folder")
+                and (folder / name).exists()
+                and not ((folder / name).is_dir() and name != ".")
+            ):
                 shutil.rmtree(folder) if name == "." else (folder / name).unlink()
                 if kind == "folder":
                     (folder / name).mkdir()
-        argv = [*TINY, f"--dataset={folder}", f"--out_dir={root / 'run'}", "--max_iters=2", "--batch_size=16", f"--block_size={block_size}"]
+        argv = [
+            *TINY,
+            f"--dataset={folder}",
+            f"--out_dir={root / 'run'}",
+            "--max_iters=2",
+            "--batch_size=16",
+            f"--block_size={block_size}",
+        ]
         check("corpus", "train.py", [*argv, f"--vocab_size={vocab_size}"], root)
 
 
@@ -456,8 +539,10 @@ ODD_TENSORS = {
     },
 }
 CONFIG_VALUES = st.sampled_from([
-    0, -1, -2, 1, 2, 3, 4, 64, 2**31, 2**40, 2**63, 10**400, 1.0, -1.0, 0.0, 1e-300, 1e300, float("nan"), float("inf"), True, False, None,
-    "x", "internal", "all", "final", "layernorm", "cbwc", "coupled", "dyt", "folded", "unfused", "weightless", "trained",
+    0, -1, -2, 1, 2, 3, 4, 64, 2**31, 2**40, 2**63, 10**400, 1.0, -1.0, 0.0, 1e-300, 1e300, float("nan"),
+    float("inf"), True, False, None,
+    "x", "internal", "all", "final", "layernorm", "cbwc", "coupled", "dyt", "folded", "unfused",
+    "weightless", "trained",
     [], {}, ()])  # fmt: skip
 
 
@@ -467,15 +552,28 @@ def file_change(draw, file):
     kind = draw(st.sampled_from(["config", "tensor", "tensor", "drop", "junk", "extra", "hyper"]))
     everywhere = [p for p in paths_of(file) if p]
     if kind == "config":
-        return "put", ("config", draw(st.sampled_from(sorted(file["config"])))), draw(CONFIG_VALUES | huge | junk)
+        return (
+            "put",
+            ("config", draw(st.sampled_from(sorted(file["config"])))),
+            draw(CONFIG_VALUES | huge | junk),
+        )
     if kind == "tensor":
-        places = [p for p in everywhere if isinstance(functools.reduce(lambda v, k: v[k], p, file), torch.Tensor)]
+        places = [
+            p for p in everywhere if isinstance(functools.reduce(lambda v, k: v[k], p, file), torch.Tensor)
+        ]
         return "tensor", draw(st.sampled_from(places)), draw(st.sampled_from(sorted(ODD_TENSORS)))
     if kind == "drop":
         return "drop", draw(st.sampled_from(everywhere)), None
     if kind == "extra":
         part = draw(st.sampled_from([(), ("state",), ("config",), ("meta",)]))
-        return "put", (*part, draw(odd_text | st.integers() | st.sampled_from(["blocks.7.x", "form", "gate", "phase"]))), draw(junk)
+        return (
+            "put",
+            (
+                *part,
+                draw(odd_text | st.integers() | st.sampled_from(["blocks.7.x", "form", "gate", "phase"])),
+            ),
+            draw(junk),
+        )
     if kind == "hyper":
         places = [p for p in everywhere if p[0] in ("run", "progress", "meta", "optimizer")]
         return "put", draw(st.sampled_from(places)), draw(CONFIG_VALUES | huge | junk)
@@ -486,8 +584,16 @@ def file_change(draw, file):
 def file_case(draw, files):
     name = draw(st.sampled_from(["ckpt.pt", "ckpt.pt", "folded.pt", "unfused.pt"]))
     changes = draw(st.lists(file_change(files[name]), max_size=2))
-    how = draw(st.sampled_from(["zip"] * 10 + ["legacy", "pickle", "text", "empty zip", "cut", "flip", "flip", "list"]))
-    program = draw(st.sampled_from(["train.py", "sample.py", "bench.py"] if name == "ckpt.pt" else ["sample.py", "bench.py"]))
+    how = draw(
+        st.sampled_from(
+            ["zip"] * 10 + ["legacy", "pickle", "text", "empty zip", "cut", "flip", "flip", "list"]
+        )
+    )
+    program = draw(
+        st.sampled_from(
+            ["train.py", "sample.py", "bench.py"] if name == "ckpt.pt" else ["sample.py", "bench.py"]
+        )
+    )
     return name, changes, how, program, draw(st.integers(0, 1 << 16)), draw(st.integers(1, 255))
 
 
@@ -514,7 +620,12 @@ def file_target(material, case):
             KeyError, TypeError, RuntimeError, AttributeError, IndexError
         ):  # the first change removed the place of the second
             old = functools.reduce(lambda v, k: v[k], path[:-1], file)
-            file = put(file, path, ODD_TENSORS[what](old[path[-1]]) if kind == "tensor" else what, drop=kind == "drop")
+            file = put(
+                file,
+                path,
+                ODD_TENSORS[what](old[path[-1]]) if kind == "tensor" else what,
+                drop=kind == "drop",
+            )
     with workplace(material) as folder:
         try:
             data = written(file, how, at, flip)
@@ -533,11 +644,13 @@ def file_target(material, case):
 # ---------------------------------------------------------------------------------------------------------
 # (d) prompts and sample.py's flags
 
-SMALL = {"num_samples": st.integers(1, 2), "max_new_tokens": st.integers(0, 20), "device": st.sampled_from(["cpu", "cpu:0"]) | odd_text,
+SMALL = {"num_samples": st.integers(1, 2), "max_new_tokens": st.integers(0, 20), "device": st.sampled_from([
+    "cpu", "cpu:0"]) | odd_text,
          "compile": st.just(False), "tokenizer": odd_text | st.just(None)}  # fmt: skip
 prompt_bytes = st.one_of(
     st.binary(max_size=40), st.text(max_size=40).map(lambda s: s.encode("utf-8", "surrogatepass")),
-    st.sampled_from([b"", b"\n", b"\r\n\r\n", b"\0", b"a\0b", b"\xff", b"\xed\xa0\x80", b"<|endoftext|>", b"\xe2\x96\x81", b"def " * 200,
+    st.sampled_from([b"", b"\n", b"\r\n\r\n", b"\0", b"a\0b", b"\xff", b"\xed\xa0\x80", b"<|endoftext|>",
+    b"\xe2\x96\x81", b"def " * 200,
                      b"x" * 20000, b" " * 300, "é\u202e😀".encode()]))  # fmt: skip
 
 
@@ -567,16 +680,26 @@ def long_work(name, value, limits) -> bool:
 
 
 def argv_of(pairs, limits) -> list[str]:
-    assume(not any(long_work(n, v, limits) or (isinstance(v, tuple) and any(long_work(n, x, limits) for x in v)) for n, v in pairs))
+    assume(
+        not any(
+            long_work(n, v, limits) or (isinstance(v, tuple) and any(long_work(n, x, limits) for x in v))
+            for n, v in pairs
+        )
+    )
     argv = [f"--{flag_text(n)}={flag_text(v)}" for n, v in pairs]
     asked = dict(a[2:].split("=", 1) for a in argv)  # a text may be a number too
-    assume("--help" not in argv and not any(asked.get(n, "").isdecimal() and long_work(n, int(asked[n][:30]), limits) for n in limits))
+    assume(
+        "--help" not in argv
+        and not any(asked.get(n, "").isdecimal() and long_work(n, int(asked[n][:30]), limits) for n in limits)
+    )
     return argv
 
 
 def prompt_target(material, case):
     pairs, prompt, piped, where, odd = case
-    argv = argv_of([(n, v) for n, v in pairs if (n, v) != ("compile", True)], {"num_samples": 3, "max_new_tokens": 40})
+    argv = argv_of(
+        [(n, v) for n, v in pairs if (n, v) != ("compile", True)], {"num_samples": 3, "max_new_tokens": 40}
+    )
     words = {
         "run": [str(material.run)],
         "two": [str(material.run)] * 2,
@@ -601,10 +724,13 @@ QUICK = ["--iters=1", "--warmup=0", "--batch=1", "--seq=4", "--device=cpu"]
 SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--vocab_size=20", "--block_size=16"]
 few = st.lists(st.integers(1, 8), min_size=1, max_size=2).map(tuple)
 BENCH_SMALL = {
-    "batch": few, "seq": few, "n_layer": st.integers(1, 2), "n_embd": st.integers(1, 40), "n_head": st.integers(1, 8),
+    "batch": few, "seq": few, "n_layer": st.integers(1, 2), "n_embd": st.integers(1, 40),
+    "n_head": st.integers(1, 8),
     "block_size": st.integers(1, 40), "vocab_size": st.integers(2, 70), "n_kv_head": st.integers(1, 4),
-    "runtimes": st.sampled_from(["eager", "graph", "eager,eager"]), "device": st.sampled_from(["cpu", "auto"]) | odd_text,
-    "out": st.sampled_from(["x.json", "x.txt", "no/x.json", "a" * 300 + ".json", ".json", "/dev/null/x.json"])}  # fmt: skip
+    "runtimes": st.sampled_from(["eager", "graph", "eager,eager"]), "device": st.sampled_from(["cpu",
+    "auto"]) | odd_text,
+    "out": st.sampled_from(["x.json", "x.txt", "no/x.json", "a" * 300 + ".json", ".json",
+    "/dev/null/x.json"])}  # fmt: skip
 bench_case = st.tuples(
     flags_of(BENCH_HINTS, BENCH_SMALL, 4),
     st.booleans(),
@@ -618,12 +744,15 @@ def bench_target(material, case):
     limits = {"iters": 60, "warmup": 60, "batch": 64}
     assume(not any(n == "n_layer" and isinstance(v, int) and 8 < v <= 4096 for n, v in pairs))
     argv = [a for a in argv_of(pairs, limits) if not (a.startswith("--runtimes") and "compiled" in a)]
-    words = {None: [], "run": [str(material.run)], "missing": ["nowhere"], "file": [str(material.run / "folded.pt")], "long": ["a" * 300],
+    words = {None: [], "run": [str(material.run)], "missing": ["nowhere"], "file": [str(
+        material.run / "folded.pt")], "long": ["a" * 300],
              "odd": [flag_text(odd)], "two": ["a", "b"]}[where]  # fmt: skip
     assume(not any(w.startswith("-h") for w in words))
     with workplace(material) as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        check("bench", "bench.py", [*QUICK, *(SHAPE if shaped or where is None else []), *argv, *words], folder)
+        check(
+            "bench", "bench.py", [*QUICK, *(SHAPE if shaped or where is None else []), *argv, *words], folder
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -656,7 +785,13 @@ def fuzz(material, target: str, count: int, number: int = 0):
 
 
 # cases in the default suite and in the long one
-TARGETS = {"config": (160, 5000), "corpus": (20, 800), "model file": (40, 1200), "prompt": (100, 2500), "bench": (40, 500)}
+TARGETS = {
+    "config": (160, 5000),
+    "corpus": (20, 800),
+    "model file": (40, 1200),
+    "prompt": (100, 2500),
+    "bench": (40, 500),
+}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -685,7 +820,11 @@ FOUND = {  # what broke once: (target, case, what it must come to)
     "exit() in a config file": ("config", ([b"exit()"], [], "file"), "refused"),
     "a remark of Python's before the refusal": ("config", ([b"seed = 1 is 1"], [], "file"), "refused"),
     "an int too long to print": ("config", ([b"seed = [10**5000]"], [], "file"), "refused"),
-    "a list too deep to print": ("config", ([b"seed = []\nfor _ in range(9999): seed = [seed]"], [], "file"), "refused"),
+    "a list too deep to print": (
+        "config",
+        ([b"seed = []\nfor _ in range(9999): seed = [seed]"], [], "file"),
+        "refused",
+    ),
     "a byte order mark": ("config", ([b"\xef\xbb\xbfseed = 3"], [], "file"), "worked"),
     "half a character in a path": ("config", ([b"out_dir = '\\ud800'"], ["--seed=3"], "file"), "refused"),
     "a path too long": ("config", ([], ["--out_dir=" + "a" * 300], "file"), "refused"),
@@ -696,24 +835,56 @@ FOUND = {  # what broke once: (target, case, what it must come to)
     "more bytes than a float counts": ("corpus", ([("meta", "val_bytes", 10**400)], 16, "None"), "refused"),
     "a manifest too deep": ("corpus", ([("whole", "meta.json", b"[" * 100000)], 16, "None"), "refused"),
     "a pickle of another protocol": ("model file", ("unfused.pt", [], "pickle", "bench.py", 0, 1), "refused"),
-    "settings of another type": ("model file", ("ckpt.pt", [("put", ("run", "max_iters"), "x")], "zip", "train.py", 0, 1), "refused"),
-    "betas that are none": ("model file", ("ckpt.pt", [("put", ("optimizer", "param_groups"), 3)], "zip", "train.py", 0, 1), "worked"),
+    "settings of another type": (
+        "model file",
+        ("ckpt.pt", [("put", ("run", "max_iters"), "x")], "zip", "train.py", 0, 1),
+        "refused",
+    ),
+    "betas that are none": (
+        "model file",
+        ("ckpt.pt", [("put", ("optimizer", "param_groups"), 3)], "zip", "train.py", 0, 1),
+        "worked",
+    ),
     "sums that are complex": (
         "model file",
         ("ckpt.pt", [("tensor", ("progress", "totals"), "conjugate")], "zip", "train.py", 0, 1),
         "refused",
     ),
-    "a gate of nan": ("model file", ("ckpt.pt", [("put", ("meta", "gate"), float("nan"))], "zip", "train.py", 0, 1), "refused"),
-    "an eps of text": ("model file", ("folded.pt", [("put", ("config", "norm_eps"), "x")], "zip", "sample.py", 0, 1), "refused"),
-    "a corpus of 3": ("model file", ("folded.pt", [("put", ("meta", "corpus"), 3)], "zip", "sample.py", 0, 1), "refused"),
-    "a tensor named 3": ("model file", ("folded.pt", [("put", ("state", 3), torch.ones(1))], "zip", "sample.py", 0, 1), "refused"),
+    "a gate of nan": (
+        "model file",
+        ("ckpt.pt", [("put", ("meta", "gate"), float("nan"))], "zip", "train.py", 0, 1),
+        "refused",
+    ),
+    "an eps of text": (
+        "model file",
+        ("folded.pt", [("put", ("config", "norm_eps"), "x")], "zip", "sample.py", 0, 1),
+        "refused",
+    ),
+    "a corpus of 3": (
+        "model file",
+        ("folded.pt", [("put", ("meta", "corpus"), 3)], "zip", "sample.py", 0, 1),
+        "refused",
+    ),
+    "a tensor named 3": (
+        "model file",
+        ("folded.pt", [("put", ("state", 3), torch.ones(1))], "zip", "sample.py", 0, 1),
+        "refused",
+    ),
     "8-bit floats": (
         "model file",
         ("folded.pt", [("tensor", ("state", TABLE), "torch.float8_e4m3fn")], "zip", "bench.py", 0, 1),
         "refused",
     ),
-    "weights that overflow": ("model file", ("folded.pt", [("tensor", ("state", TABLE), "huge")], "zip", "sample.py", 0, 1), "refused"),
-    "a trillion blocks": ("model file", ("folded.pt", [("put", ("config", "n_layer"), 2**40)], "zip", "bench.py", 0, 1), "refused"),
+    "weights that overflow": (
+        "model file",
+        ("folded.pt", [("tensor", ("state", TABLE), "huge")], "zip", "sample.py", 0, 1),
+        "refused",
+    ),
+    "a trillion blocks": (
+        "model file",
+        ("folded.pt", [("put", ("config", "n_layer"), 2**40)], "zip", "bench.py", 0, 1),
+        "refused",
+    ),
     "a temperature of 1e-44": ("prompt", ([("temperature", 1e-44)], b"a", False, "run", ""), "worked"),
     "a device without values": ("prompt", ([("device", "meta")], b"a", False, "run", ""), "refused"),
     "a path to sample too long": ("prompt", ([], b"a", False, "long", ""), "refused"),

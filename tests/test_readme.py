@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -13,13 +14,30 @@ from pathlib import Path
 import pytest
 
 from bench import Bench
-from config import Config, parse
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.files import ROOT
 from sample import Sample
+from scripts import sweep
+from scripts.figures import Picture
+from scripts.foldable import Foldable, expand_flags
+from scripts.report import ReportKnobs
+from scripts.speed.peers import Peers
+from scripts.speed.where import Where
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S) for kind in ("sh", "python")}
-COMMANDS = [part.split("#")[0].strip() for block in BLOCKS["sh"] for line in block.splitlines() for part in line.split("&&")]
+LINES = [line for block in BLOCKS["sh"] for line in block.replace("\\\n", "").splitlines()]
+COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split("&&")]
+KNOBS = {
+    "bench.py": Bench,
+    "sample.py": Sample,
+    "scripts/figures.py": Picture,
+    "scripts/foldable.py": Foldable,
+    "scripts/report.py": ReportKnobs,
+    "scripts/speed/peers.py": Peers,
+    "scripts/speed/where.py": Where,
+}
 
 
 def test_the_folding_example_prints_what_it_should():
@@ -44,17 +62,21 @@ def test_every_command_is_one_that_works():
     for command in filter(None, COMMANDS):
         words = shlex.split(command)
         if words[0] == "torchrun":
-            words = ["python", *words[2:]]
+            words = ["python", *itertools.dropwhile(lambda word: word.startswith("--"), words[1:])]
         if words[0] != "python":
             assert words[0] in ("python3", "pip", "pytest", "."), command
             continue
         assert (ROOT / words[1]).is_file(), command
         if words[1] == "train.py":
             parse(Config, words[2:], files=True)[0].resolve()
-        elif words[1] in ("bench.py", "sample.py"):
-            parse({"bench.py": Bench, "sample.py": Sample}[words[1]], words[2:])
+        elif words[1] == "scripts/sweep.py":
+            assert sweep.grid(*sweep.read_command(words[2:]))
+        elif words[1] in KNOBS:
+            parse(KNOBS[words[1]], expand_flags(words[2:]))
+        else:
+            assert words[1] == "data/tinystories/prepare.py", command
         seen.add(words[1])
-    assert {"train.py", "bench.py", "sample.py"} <= seen
+    assert {"train.py", "scripts/sweep.py", *KNOBS} <= seen
 
 
 def test_nothing_is_left_to_fill_in():
@@ -64,31 +86,57 @@ def test_nothing_is_left_to_fill_in():
         assert (ROOT / name).exists() or (ROOT / "results" / name).exists(), name
 
 
+def test_what_to_touch_is_there():
+    """Each step of "Where things are" names files, and what it names beside them stands in one of them."""
+    (section,) = re.findall(r"## Where things are\n(.*?)\n## ", README, re.S)
+    steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", section, re.M)
+    assert len(steps) == 15
+    for step in steps:
+        words = re.findall(r"`([^`]+)`", step.replace("data/<name>", "data/stdlib").replace("<run>", "demo"))
+        paths = [word for word in words if word.endswith(".py")]
+        text = "\n".join((ROOT / path).read_text() for path in paths)
+        assert text, step
+        for name in set(words) - set(paths):
+            parts = name.split(".") if name.replace(".", "").isidentifier() else []
+            assert all(re.search(rf"\w*{part}\b", text) for part in parts), (name, step)
+
+
+def test_lines_fit_an_editor():
+    assert not [line for line in README.splitlines() if len(line) > 110 and not line.startswith("|")]
+
+
 def test_config_files_are_the_papers_setting():
     """Steps 500k, 500k, 750k, 1M; 16 x 512 tokens; AdamW; lambda and mu."""
-    for size, width, steps in (("1m", 64, 500_000), ("3m", 128, 500_000), ("9m", 256, 750_000), ("30m", 512, 1_000_000)):
+    sizes = ("1m", 64, 500_000), ("3m", 128, 500_000), ("9m", 256, 750_000), ("30m", 512, 1_000_000)
+    for size, width, steps in sizes:
         for kind in ("taper", "baseline"):
             c = parse(Config, [str(ROOT / f"config/{kind}_{size}.py")], files=True)[0].resolve()
-            assert (c.n_embd, c.max_iters, c.batch_size, c.block_size, c.n_layer, c.n_head) == (width, steps, 16, 512, 8, 16)
-            assert (c.beta1, c.beta2, c.learning_rate, c.weight_decay, c.grad_clip, c.ema_rate) == (0.9, 0.95, 3e-4, 0.0, 1.0, 0.01)
-            assert c.warmup_iters == c.gate_start == steps // 20 and c.gate_end == c.lr_decay_iters == steps and c.min_lr == 0
+            assert (c.n_embd, c.n_layer, c.n_head) == (width, 8, 16)
+            assert (c.max_iters, c.batch_size, c.block_size) == (steps, 16, 512)
+            assert (c.beta1, c.beta2, c.learning_rate) == (0.9, 0.95, 3e-4)
+            assert (c.weight_decay, c.grad_clip, c.ema_rate) == (0.0, 1.0, 0.01)
+            assert c.warmup_iters == c.gate_start == steps // 20
+            assert c.gate_end == c.lr_decay_iters == steps and c.min_lr == 0
             assert (c.taper, c.aux_weight) == (("internal", 0.1) if kind == "taper" else ("none", 0.0))
             assert c.out_dir == f"out/{kind}_{size}"
 
 
 @pytest.mark.slow
 def test_the_demo(tmp_path):
-    """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three phases, a table."""
+    """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three
+    phases, a table."""
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
-    (command,) = [line for block in BLOCKS["sh"] for line in block.splitlines() if "config/demo.py" in line and "&&" in line]
+    (command,) = [line for line in LINES if "config/demo.py" in line and "&&" in line]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     began, said = time.perf_counter(), tmp_path / "said"
     with said.open("w") as f:
-        process = subprocess.Popen(command.split("&&", 1)[1], shell=True, cwd=tmp_path / "clone", env=env, stdout=f, stderr=f)
+        demo, clone = command.split("&&", 1)[1], tmp_path / "clone"
+        process = subprocess.Popen(demo, shell=True, cwd=clone, env=env, stdout=f, stderr=f)
         _, status, used = os.wait4(process.pid, 0)
     said = said.read_text()
     assert status == 0, said
-    assert time.perf_counter() - began < 480  # four times what it takes on two idle cores: other tests may run beside it
+    # four times what it takes on two idle cores: other tests may run beside it
+    assert time.perf_counter() - began < 480
     assert used.ru_maxrss < 2 * 2**20
     out = tmp_path / "clone/out/demo"
     assert {"unfused.pt", "folded.pt", "ckpt.pt"} <= {p.name for p in out.iterdir()}

@@ -1,4 +1,5 @@
-"""The report: which runs it takes, what it says of those it leaves out, and that its numbers are what they are called.
+"""The report: which runs it takes, what it says of those it leaves out, and that its numbers are what they
+are called. And the README's picture.
 
 The runs here are written by hand, with curves that are known.
 """
@@ -18,43 +19,48 @@ import torch
 
 from config import Config
 from data import prepare
-from model import FORMAT, ModelConfig, exports
-from scripts import report
+from model import exports
+from nanonorm.errors import one_line_errors
+from nanonorm.files import FORMAT, ROOT
+from scripts import figures, report
 from scripts.figures import NORM_FREE, Figures, smooth
-from scripts.runs import VARIANTS
+from scripts.runs import PAPER_ROWS
 from tests.conftest import VARIANTS as MODELS
 from tests.conftest import tiny
 
-ROOT = Path(__file__).resolve().parent.parent
-LOSS = {v: 3 + 0.03 * i for i, v in enumerate(VARIANTS)}  # of seed 0; seed s adds s / 10 to it
+LOSS = {v: 3 + 0.03 * i for i, v in enumerate(PAPER_ROWS)}  # of seed 0; seed s adds s / 10 to it
 
 
-def write_run(
-    folder: Path, variant: str, seed: int, steps: int = 400, corpus: dict | None = None, versions: dict | None = None, **knobs
-) -> Path:
-    """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 unless lambda pulls."""
-    norm, taper, anchored = VARIANTS[variant]
+def write_run(folder: Path, variant: str, seed: int, steps: int = 400, corpus=None, versions=None, **knobs):
+    """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 unless lambda
+    pulls. corpus, versions: what differs in its header. Returns its folder."""
+    norm, taper, anchored = PAPER_ROWS[variant]
     knobs = {"aux_weight": 0.1 if anchored else 0.0, "dataset": "nowhere", "n_layer": 2, **knobs}
     cfg = Config(norm=norm, taper=taper, seed=seed, max_iters=steps, **knobs).resolve()
-    text = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "train_tokens": 1000, "val_tokens": 100, "vocab_size": 400}
+    text = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "vocab_size": 400}
+    text |= {"train_tokens": 1000, "val_tokens": 100, **(corpus or {})}
     code = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
+    code |= versions or {}
     kinds = ("total", "qkv", "proj", "gate_up", "down", "emb", "norm")
-    lines = [{"settings": asdict(cfg), "versions": code | (versions or {}), "corpus": text | (corpus or {}), "parameters": 1234}]
+    lines = [{"settings": asdict(cfg), "versions": code, "corpus": text, "parameters": 1234}]
     loss = LOSS[variant] + seed / 10 + 0.01 * cfg.aux_weight
     for k in range(10, steps + 1, 10):
         t = k / steps
-        line = {"iter": k, "train/loss": loss + 3 * math.exp(-5 * t), "train/ce": loss + 3 * math.exp(-5 * t), "lr": 1 - t,
-                "s/mean": 0.2 * (1 + t / (1 + cfg.aux_weight)), "logits/l2": 100 + 60 * t * (taper in ("final", "all")),
-                "perf/tok_s": 1000.0 + k, **{f"grad/{n}": 0.1 + t for n in kinds}}  # fmt: skip
+        falling = loss + 3 * math.exp(-5 * t)
+        line = {"iter": k, "train/loss": falling, "train/ce": falling, "lr": 1 - t}
+        line |= {"s/mean": 0.2 * (1 + t / (1 + cfg.aux_weight)), "perf/tok_s": 1000.0 + k}
+        line |= {"logits/l2": 100 + 60 * t * (taper in ("final", "all"))}
+        line |= {f"grad/{n}": 0.1 + t for n in kinds}
         line |= {"s/target": 0.2} if anchored else {}
         if taper != "none":
             line |= {"gate": 1 - t, "taper/c.final": 5.0}
-            line |= {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for i in range(cfg.n_layer) for kind in ("attn", "mlp")}
+            for i in range(cfg.n_layer):
+                line |= {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for kind in ("attn", "mlp")}
         lines.append(line)
     lines[-1] |= {"val/loss": loss, "val/bpb": loss / 2}
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in exports(ModelConfig(**{k: v for k, v in asdict(cfg).items() if k in asdict(ModelConfig()) and v is not None})):
+    for name in exports(cfg.model_config()):
         file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
         torch.save(file, folder / name)
     return folder
@@ -92,9 +98,10 @@ def undrawn(monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tuple[Path, Path, str]:
-    """(runs, report folder, report.md): every variant with three seeds but internal with one and derf with none."""
+    """(runs, report folder, report.md): every variant with three seeds, but internal with one and derf with
+    none."""
     runs, out = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("report")
-    for v in VARIANTS:
+    for v in PAPER_ROWS:
         for seed in {"internal": [2], "derf": []}.get(v, [1, 2, 3]):
             write_run(runs / f"{v}-{seed}", v, seed)
     return runs, out, make(out, runs)
@@ -102,17 +109,20 @@ def small(tmp_path_factory) -> tuple[Path, Path, str]:
 
 def test_the_table_holds_means_deviations_and_gaps(small):
     rows = table(small[2], "Validation loss")
-    assert list(rows) == list(VARIANTS)
+    assert list(rows) == list(PAPER_ROWS)
     for v, (n, loss, _, gap, pairs, _) in rows.items():
         if v == "derf":
             assert (n, loss, gap, pairs) == ("0", "-", "-", "-")
         elif v == "internal":
-            assert (n, loss) == ("1", f"{LOSS[v] + 0.2:.4f}") and pairs == f"{100 * ((LOSS[v] + 0.2) / 3.2 - 1):+.2f} (1)"
+            assert (n, loss) == ("1", f"{LOSS[v] + 0.2:.4f}")
+            assert pairs == f"{100 * ((LOSS[v] + 0.2) / 3.2 - 1):+.2f} (1)"
         else:
             aux = 0.001 * v.endswith("_aux")
-            ours, base = np.array([LOSS[v], 3]) [:, None] + np.array([0.1, 0.2, 0.3]) + np.array([[aux], [0]])  # fmt: skip
+            seeds = np.array([0.1, 0.2, 0.3])
+            ours, base = LOSS[v] + aux + seeds, 3 + seeds
             gaps = 100 * (ours / base - 1)
-            assert (n, loss, gap) == ("3", f"{ours.mean():.4f} ± 0.1000", f"{100 * (ours.mean() / base.mean() - 1):+.2f}")
+            assert (n, loss) == ("3", f"{ours.mean():.4f} ± 0.1000")
+            assert gap == f"{100 * (ours.mean() / base.mean() - 1):+.2f}"
             assert pairs == f"{gaps.mean():+.2f} ± {gaps.std(ddof=1):.2f} (3)"
 
 
@@ -125,10 +135,15 @@ def test_every_figure_and_every_number_behind_it_is_written(small):
     assert {p["figure"] for p in points} == set(shown)
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
     assert all(float(p["low"]) <= float(p["mean"]) + 1e-9 <= float(p["high"]) + 2e-9 for p in points)
-    for panel, series in (("Norm of the logits", lambda t: 100 + 60 * t), ("Scale of the last stream", lambda t: 0.2 * (1 + t))):
+    series = {
+        "Norm of the logits": lambda t: 100 + 60 * t,
+        "Scale of the last stream": lambda t: 0.2 * (1 + t),
+    }
+    for panel, value in series.items():
         at = {int(p["x"]) / 400: p for p in points_of(out, "logits", panel, "all")}
-        assert len(at) == 40 and all(float(p["mean"]) == pytest.approx(series(t), rel=1e-4) for t, p in at.items())
-        assert {p["n"] for p in at.values()} == {"3"} and {p["n"] for p in points_of(out, "logits", panel, "internal")} == {"1"}
+        assert len(at) == 40 and {p["n"] for p in at.values()} == {"3"}
+        assert all(float(p["mean"]) == pytest.approx(value(t), rel=1e-4) for t, p in at.items())
+        assert {p["n"] for p in points_of(out, "logits", panel, "internal")} == {"1"}
     assert float(points_of(out, "logits", "Norm of the logits", "baseline")[-1]["mean"]) == 100
     for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm"):
         assert float(points_of(out, "gradients", kind, "baseline")[-1]["mean"]) == pytest.approx(1.1)
@@ -136,7 +151,8 @@ def test_every_figure_and_every_number_behind_it_is_written(small):
 
 
 def test_bands_are_percentiles_and_differences_are_paired(small):
-    absolute, relative = (p for p in points_of(small[1], "loss_tapers") if p["curve"] == "all" and p["x"] == "400")
+    points = [p for p in points_of(small[1], "loss_tapers") if p["curve"] == "all"]
+    absolute, relative = (p for p in points if p["x"] == "400")
     assert float(absolute["high"]) - float(absolute["low"]) == pytest.approx(0.2 * 0.95)  # seeds 0.1 apart
     assert float(relative["mean"]) == pytest.approx(LOSS["all"] - LOSS["baseline"])
     assert float(relative["high"]) - float(relative["low"]) == pytest.approx(0, abs=1e-9)
@@ -148,22 +164,31 @@ def test_smooth_is_a_running_mean():
 
 
 def test_figures_of_long_runs(tmp_path, monkeypatch):
-    """200 log lines: what is drawn is a running mean over four, and the frames are fitted as the titles say."""
-    drawn = {}
-    monkeypatch.setattr(Figures, "save", lambda self, fig, name, *_: drawn.setdefault(name, fig) and f"![{name}]")
-    runs = [report.load(write_run(tmp_path / f"{v}{s}", v, s, 2000)) for v in (*report.OTHERS, "all") for s in (1, 2)]
+    """200 log lines: what is drawn is a running mean over four, and the frames are fitted as the titles
+    say."""
+    drawn, runs = {}, []
+
+    def save(self, fig, name, *_):
+        drawn[name] = fig
+        return f"![{name}]"
+
+    monkeypatch.setattr(Figures, "save", save)
+    for v in (*report.OTHERS, "all"):
+        runs += [report.load(write_run(tmp_path / f"{v}{s}", v, s, 2000)) for s in (1, 2)]
     for r in runs:
+        above = 20 if r.variant == "dyt" else 0
         for line in r.lines:
-            line["train/ce"] += line["iter"] // 10 % 4 + 20 * (r.variant == "dyt")  # a saw of period 4, of mean 1.5
+            line["train/ce"] += line["iter"] // 10 % 4 + above  # a saw of period 4, of mean 1.5
     (tmp_path / "out").mkdir()
-    figures = Figures(tmp_path / "out")
-    report.section(figures, "Results", "", runs, [], report.Report())
-    points = {p[2:4]: float(p[4]) for p in figures.points if p[:2] == ("loss_others", "Training loss, the last half")}
+    canvas = Figures(tmp_path / "out")
+    report.section(canvas, "Results", "", report.table_of(runs), [], 4096)
+    title = "Training loss, the last half"
+    points = {p[2:4]: float(p[4]) for p in canvas.points if p[:2] == ("loss_others", title)}
     assert points["cbwc", "1000"] == pytest.approx(LOSS["cbwc"] + 0.15 + 1.5 + 3 * math.exp(-2.5), abs=0.01)
     left, right = drawn["loss_others"].axes
     assert left.get_xlim() == (1010, 2000) and left.get_ylim()[1] < 6 and right.get_ylim()[1] < 1
     gone = "(dyt and derf leave the frame)"
-    assert [left.get_title(), right.get_title()] == [f"Training loss, the last half\n{gone}", f"less the baseline's\n{gone}"]
+    assert [left.get_title(), right.get_title()] == [f"{title}\n{gone}", f"less the baseline's\n{gone}"]
     assert right.get_xlim()[0] < 0 < right.get_ylim()[1] < 1
     lines = {line.get_label().split()[0]: line for line in left.get_lines()}
     assert lines["layernorm"].get_zorder() > lines["baseline"].get_zorder()
@@ -171,30 +196,40 @@ def test_figures_of_long_runs(tmp_path, monkeypatch):
 
 
 def test_steps_of_a_long_run_keep_their_digits(tmp_path):
-    figures = Figures(tmp_path)
-    figures.draw(figures.axes(1, 1, 2)[1][0], "f", "p", "all", np.array([1234560, 1234570]), np.ones((1, 2)))
-    assert [p[3] for p in figures.points[1:]] == ["1234560", "1234570"]
+    canvas = Figures(tmp_path)
+    canvas.draw(canvas.axes(1, 1, 2)[1][0], "f", "p", "all", np.array([1234560, 1234570]), np.ones((1, 2)))
+    assert [p[3] for p in canvas.points] == ["1234560", "1234570"]
 
 
 def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figures, "save", lambda self, fig, name, *_: drawn.append(fig) or f"![{name}]")
-    rows = {v: [report.load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)] for v in ("baseline", "coupled", "dyt")}
+    rows = {}
+    for v in ("baseline", "coupled", "dyt"):
+        rows[v] = report.table_of([report.load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)])
     found = {
         "baseline": [[1.0, 2], [3, 4], [1.2, 1.4]],
         "coupled": [[1.0, 2], [3, 4], [1.1, 1.2]],
         "dyt": [[500.0, 900], [600, 950], [1, 1]],
     }
-    monkeypatch.setattr(report, "stream_rms", lambda r, _: (np.array(found[r.variant]) * [[1], [1], [r.seed]], 96))
-    text, alphas = report.residual_study(figures := Figures(tmp_path), "residual", rows, 4096)
+
+    def stream_rms(run, tokens):
+        return np.array(found[run.variant]) * [[1], [1], [run.seed]], 96
+
+    monkeypatch.setattr(report, "stream_rms", stream_rms)
+    canvas = Figures(tmp_path)
+    text, alphas = report.residual_study(canvas, "residual", rows, 4096)
+    text = "\n".join(text)
     assert alphas["baseline"] == "1.950 ± 0.919" and alphas["coupled"] == "1.725 ± 0.813"
-    assert "| baseline | 2 | 1.950 ± 0.919 | 1.800 | 2.100 |" in "\n".join(text) and "the first 96 validation tokens" in "\n".join(text)
-    means = {p[1:4]: float(p[4]) for p in figures.points[1:]}
+    assert "| baseline | 2 | 1.950 ± 0.919 | 1.800 | 2.100 |" in text
+    assert "the first 96 validation tokens" in text
+    means = {p[1:4]: float(p[4]) for p in canvas.points}
     assert means["coupled", "before attention", "1"] == 2 and means["dyt", "before the MLP", "0"] == 600
     frames = {ax.get_title().split()[0]: ax for ax in drawn[0].axes}
     assert frames["baseline"].get_ylim() == frames["coupled"].get_ylim() == pytest.approx((1 / 1.5, 6))
     assert frames["dyt"].get_ylim() == pytest.approx((500 / 1.5, 1425)) and set(NORM_FREE) == {"dyt", "derf"}
-    assert all(list(ax.get_xticks()) == [0, 1] for ax in frames.values()) and frames["dyt"].get_ylabel() == "RMS (dimensionless)"
+    assert all(list(ax.get_xticks()) == [0, 1] for ax in frames.values())
+    assert frames["dyt"].get_ylabel() == "RMS (dimensionless)"
 
 
 def test_speed_is_the_quartiles_after_the_first_line(small):
@@ -204,8 +239,10 @@ def test_speed_is_the_quartiles_after_the_first_line(small):
 
 
 def test_equality_is_shown_to_seven_digits(small):
-    assert table(small[2], "CBWC against")["1"] == [f"{LOSS[v] + 0.1:.7f}" for v in ("baseline", "layernorm", "cbwc")] + [
-        f"{LOSS['cbwc'] - LOSS['layernorm']:+.7f}", f"{LOSS['baseline'] - LOSS['layernorm']:+.7f}"]  # fmt: skip
+    losses = [f"{LOSS[v] + 0.1:.7f}" for v in ("baseline", "layernorm", "cbwc")]
+    differences = [f"{LOSS[v] - LOSS['layernorm']:+.7f}" for v in ("cbwc", "baseline")]
+    rows = table(small[2], "CBWC against")
+    assert list(rows) == ["1", "2", "3"] and rows["1"] == losses + differences
 
 
 def test_no_study_without_its_axis(small):
@@ -217,32 +254,30 @@ def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     write_run(runs / "good", "baseline", 1)
     bad = {}
 
-    def spoil(name, why, seed, change):
+    def spoil(name, why, seed, change=None, end="\n"):
+        """A run whose log is what `change` makes of its lines; None: it has none."""
         folder = write_run(runs / name, "baseline", seed)
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        change(folder, lines)
+        log = folder / "metrics.jsonl"
+        lines = log.read_text().splitlines()
+        log.unlink()
+        if change is not None:
+            log.write_text("\n".join(change(lines)) + end)
         bad[name] = why
+        return folder
 
-    def write(folder, lines):
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-    spoil("no-metrics", "no metrics.jsonl", 2, lambda f, x: (f / "metrics.jsonl").unlink())
-    spoil("cut", "half-written", 3, lambda f, x: (f / "metrics.jsonl").write_text("\n".join([*x[:-1], x[-1][:40]])))
-    spoil("tail", "half-written", 3, lambda f, x: (f / "metrics.jsonl").write_text("\n".join([*x, "[]"])))
-    spoil("empty", "half-written", 4, lambda f, x: (f / "metrics.jsonl").write_text(""))
-    spoil("early", "unfinished: 200 of 400 steps", 5, lambda f, x: write(f, x[:21]))
-    spoil("header-only", "unfinished: 0 of 400 steps", 6, lambda f, x: write(f, x[:1]))
-    spoil("no-export", "unfinished: no model.pt", 7, lambda f, x: (f / "model.pt").unlink())
-    spoil("nan", "val/loss is not finite", 8, lambda f, x: write(f, edit(40, **{"val/loss": None})(x)))
-    spoil(
-        "nan-on-the-way",
-        "train/loss is not finite at step 200",
-        9,
-        lambda f, x: write(f, edit(20, **{"train/loss": None})(x)),
-    )
-    spoil("other-version", "another version", 10, lambda f, x: write(f, edit(0, settings={"seed": 10})(x)))
-    spoil("list", "metrics.jsonl:1 is damaged", 11, lambda f, x: write(f, ["[]", *x[1:]]))
-    spoil("twice", "the same settings as", 1, lambda f, x: None)
+    spoil("no-metrics", "no metrics.jsonl", 2)
+    spoil("cut", "half-written", 3, lambda x: [*x[:-1], x[-1][:40]], end="")
+    spoil("tail", "half-written", 3, lambda x: [*x, "[]"], end="")
+    spoil("empty", "metrics.jsonl has no whole line", 4, lambda x: [], end="")
+    spoil("early", "unfinished: 200 of 400 steps", 5, lambda x: x[:21])
+    spoil("header-only", "unfinished: 0 of 400 steps", 6, lambda x: x[:1])
+    (spoil("no-export", "unfinished: no model.pt", 7, lambda x: x) / "model.pt").unlink()
+    spoil("nan", "val/loss is not finite", 8, edit(40, **{"val/loss": None}))
+    why = "train/loss is not finite at step 200"
+    spoil("nan-on-the-way", why, 9, edit(20, **{"train/loss": None}))
+    spoil("other-version", "another version", 10, edit(0, settings={"seed": 10}))
+    spoil("list", "metrics.jsonl:1 is damaged", 11, lambda x: ["[]", *x[1:]])
+    spoil("twice", "the same settings as", 1, lambda x: x)
     write_run(runs / "unread-knobs", "baseline", 1, gate_end=300, ema_rate=0.5, compile=True)
     bad["unread-knobs"] = "the same settings as"
     text = make(tmp_path / "out", runs)
@@ -259,29 +294,43 @@ def at(number: int, *texts: str):
 
 
 def edit(number: int, gone: str = "", **values):
-    return lambda x: at(number, json.dumps({k: v for k, v in (json.loads(x[number]) | values).items() if k != gone}))(x)
+    """Changes a line's object: what is in it, and which key is gone."""
+
+    def change(lines):
+        line = json.loads(lines[number]) | values
+        line.pop(gone, None)
+        return at(number, json.dumps(line))(lines)
+
+    return change
 
 
 def inside(part: str, **values):
+    """Changes an object in the header."""
     return lambda x: edit(0, **{part: json.loads(x[0])[part] | values})(x)
 
 
-HEADER = [(part, value) for part in ("parameters", "corpus", "versions", "settings") for value in (None, [], {}, "x")]
-INNER = [("corpus", "source", None), ("corpus", "source", 1), ("corpus", "train_tokens", "x"), ("corpus", "val_tokens", None),
-         ("versions", "torch", None), ("versions", "device", 1), ("versions", "commit", []), ("settings", "seed", "x"),
-         ("settings", "max_iters", None), ("settings", "log_interval", 0), ("settings", "n_layer", 10**9)]  # fmt: skip
-DRAWN = ("s/mean", "logits/l2", "train/ce", "lr", "perf/tok_s", "s/target", "gate", "taper/c.1.mlp", "taper/c.final")
+PARTS = ("parameters", "corpus", "versions", "settings")
+INNER = [("corpus", "source", None), ("corpus", "source", 1), ("corpus", "train_tokens", "x"),
+         ("corpus", "val_tokens", None), ("versions", "torch", None), ("versions", "device", 1),
+         ("versions", "commit", [])]  # fmt: skip
+KNOBS = [("seed", "x"), ("max_iters", None), ("log_interval", 0), ("n_layer", 10**9)]
+DRAWN = ("s/mean", "logits/l2", "train/ce", "lr", "perf/tok_s", "s/target", "gate", "taper/c.1.mlp",
+         "taper/c.final")  # fmt: skip
+AT_THE_END = (*DRAWN, "val/loss", "val/bpb")
+JUNK = ("[]", "null", "3", "", "{", "[" * 100_000, '{"iter": 200, "lr": NaN}')
+NO_LOSS = (math.nan, math.inf, 10**400, "3.1", [3.1], True, -1.0, 0)
 DAMAGE = [
-    *(("metrics.jsonl:21 is damaged", at(20, junk)) for junk in ("[]", "null", "3", "", "{", "[" * 100_000, '{"iter": 200, "lr": NaN}')),
-    *(("metrics.jsonl:41 is damaged", edit(40, **{"val/loss": v})) for v in (math.nan, math.inf, 10**400, "3.1", [3.1], True, -1.0, 0)),
+    *(("metrics.jsonl:21 is damaged", at(20, junk)) for junk in JUNK),
+    *(("metrics.jsonl:41 is damaged", edit(40, **{"val/loss": value})) for value in NO_LOSS),
     *(("metrics.jsonl:41 is damaged", edit(40, **{name: 0})) for name in ("s/target", "taper/c.1.mlp")),
     *(("metrics.jsonl:21 is damaged", edit(20, iter=value)) for value in (None, "x", 7, -1, [], {}, 10.5)),
-    *((f"{name} is not finite at step 400", edit(40, **{name: None})) for name in (*DRAWN, "val/loss", "val/bpb")),
-    *((f"step 400 has no {name}", edit(40, gone=name)) for name in (*DRAWN, "val/loss", "val/bpb")),
+    *((f"{name} is not finite at step 400", edit(40, **{name: None})) for name in AT_THE_END),
+    *((f"step 400 has no {name}", edit(40, gone=name)) for name in AT_THE_END),
     *((f"step 200 has no {name}", edit(20, gone=name)) for name in DRAWN),
-    *(("another version", edit(0, gone=part)) for part in ("parameters", "corpus", "versions", "settings")),
-    *(("another version", edit(0, **{part: value})) for part, value in HEADER),
+    *(("another version", edit(0, gone=part)) for part in PARTS),
+    *(("another version", edit(0, **{part: value})) for part in PARTS for value in (None, [], {}, "x")),
     *(("another version", inside(part, **{name: value})) for part, name, value in INNER),
+    *((f"metrics.jsonl:1: {name} must be", inside("settings", **{name: value})) for name, value in KNOBS),
     ("the log line of step 200 is missing", at(20)),
     ("the log line of step 200 is missing", edit(20, gone="train/loss")),
     ("the log line of step 205 is one too many", lambda x: [*x[:21], edit(20, iter=205)(x)[20], *x[21:]]),
@@ -305,7 +354,8 @@ def test_damaged_logs_and_exports_are_named(tmp_path):
             report.load(folder)
     (folder / "folded.pt").write_bytes(whole)
     assert report.load(folder).loss == pytest.approx(LOSS["all_aux"] + 0.101)
-    at_205 = {"iter": 205, "val/loss": 3.0, "val/bpb": 1.0}  # a pass over the validation split between two log lines is none too many
+    # a pass over the validation split between two log lines is no line too many
+    at_205 = {"iter": 205, "val/loss": 3.0, "val/bpb": 1.0}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:21], json.dumps(at_205), *lines[21:]]) + "\n")
     assert len(report.load(folder).lines) == 41
 
@@ -323,24 +373,33 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(undrawn, tmp_path):
         write_run(runs / f"i{seed}", "internal", seed, n_embd=64)
     text = make(tmp_path / "out", runs)
     assert "## n_embd 64\n" in text and "## n_embd 128\n" in text
-    assert table(text, "Validation loss at gate 0, 400 steps")["internal_aux"][:2] == ["2", f"{LOSS['internal_aux'] + 0.151:.4f} ± 0.0707"]
-    lambdas = [line.split(" | ")[1:5] for line in text[text.index("### Lambda") :].splitlines() if line.startswith("| internal_aux")]
-    losses = {0: LOSS["internal"], 0.1: LOSS["internal_aux"] + 0.001, 1.0: LOSS["internal_aux"] + 0.01, 10.0: LOSS["internal_aux"] + 0.1}
+    aux = LOSS["internal_aux"]
+    found = table(text, "Validation loss at gate 0, 400 steps")["internal_aux"][:2]
+    assert found == ["2", f"{aux + 0.151:.4f} ± 0.0707"]
+    study = text[text.index("### Lambda") :].splitlines()
+    lambdas = [line.split(" | ")[1:5] for line in study if line.startswith("| internal_aux")]
+    losses = {0: LOSS["internal"], 0.1: aux + 0.001, 1.0: aux + 0.01, 10.0: aux + 0.1}
     assert lambdas[:4] == [[str(w), "2", "1, 2", f"{loss + 0.15:.4f} ± 0.0707"] for w, loss in losses.items()]
     assert text.count("### Lambda") == text.count("### Schedule") == 1  # where it varies, at one width
     schedule = text[text.index("### Schedule") :].split("## n_embd")[0]
-    assert all(f"| internal | {end} | 0.0 | 2 | 1, 2 |" in schedule for end in (300, 400)) and "internal_aux |" not in schedule
+    assert all(f"| internal | {end} | 0.0 | 2 | 1, 2 |" in schedule for end in (300, 400))
+    assert "internal_aux |" not in schedule
     assert (tmp_path / "out/schedule_400_1.png").exists()
     gap = np.mean([100 * (LOSS["internal"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
-    found = {p["x"]: float(p["mean"]) for p in points_of(tmp_path / "out", "schedule_400_1", "gap to baseline, %", "internal")}
+    points = points_of(tmp_path / "out", "schedule_400_1", "gap to baseline, %", "internal")
+    found = {p["x"]: float(p["mean"]) for p in points}
     assert found == {"300.0": pytest.approx(gap), "400.0": pytest.approx(gap)}
-    drift = {float(p["x"]): float(p["mean"]) for p in points_of(tmp_path / "out", "lambda_400_1", "s off its target, %", "internal_aux")}
-    assert drift == {w: pytest.approx(100 / (1 + w)) for w in (0.1, 1.0, 10.0)}  # s is 0.2 (1 + 1 / (1 + lambda)), its target 0.2
+    points = points_of(tmp_path / "out", "lambda_400_1", "s off its target, %", "internal_aux")
+    drift = {float(p["x"]): float(p["mean"]) for p in points}
+    # s is 0.2 (1 + 1 / (1 + lambda)), its target 0.2
+    assert drift == {w: pytest.approx(100 / (1 + w)) for w in (0.1, 1.0, 10.0)}
     steps = table(text, "The gap against")
-    assert len(steps["internal_aux"]) == 3 and steps["internal_aux"][0] == "1, 2" and steps["coupled"] == ["-", "-", "-"]
+    assert len(steps["internal_aux"]) == 3 and steps["internal_aux"][0] == "1, 2"
+    assert steps["coupled"] == ["-", "-", "-"]
     points = points_of(tmp_path / "out")
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
-    assert {p["figure"] for p in points} == {line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")}
+    shown = {line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")}
+    assert {p["figure"] for p in points} == shown
 
 
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
@@ -360,19 +419,23 @@ def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
     write_run(runs / "y", "all_aux", 2, aux_weight=1.0)
     text = make(tmp_path / "out", runs)
     study = text[text.index("### Lambda") : text.index("### Schedule")]
-    rows = [line.strip("| ").split(" | ")[:5] for line in study.splitlines() if line.startswith("| internal_aux")]
+    rows = [line for line in study.splitlines() if line.startswith("| internal_aux")]
+    rows = [line.strip("| ").split(" | ")[:5] for line in rows]
     assert [r[1:4] for r in rows] == [[w, "2", "2, 3"] for w in ("0", "0.1", "1.0")]
     assert rows[1][4] == f"{LOSS['internal_aux'] + 0.251:.4f} ± 0.0707"
     assert "all_aux: no seed is common to all points" in study and "internal_aux: no seed" not in study
     assert "| all_aux | 0.1 | 1 | 1 |" in study and "| all_aux | 1.0 | 1 | 2 |" in study
     for panel in ("val/loss, nats/token", "s off its target, %", "logits/l2"):
-        assert [p["n"] for p in points_of(tmp_path / "out", "lambda_400", panel, "internal_aux")] == ["2", "2"]
+        points = points_of(tmp_path / "out", "lambda_400", panel, "internal_aux")
+        assert [p["n"] for p in points] == ["2", "2"]
     schedule = text[text.index("### Schedule") :]
     assert all(f"| all | {end} | 0.0 | 1 | 1 |" in schedule for end in (300, 400))
-    gaps = [float(p["mean"]) for p in points_of(tmp_path / "out", "schedule_400", "gap to baseline, %", "all")]
+    points = points_of(tmp_path / "out", "schedule_400", "gap to baseline, %", "all")
+    gaps = [float(p["mean"]) for p in points]
     assert gaps == [pytest.approx(100 * (LOSS["all"] + 0.1) / 3.1 - 100)] * 2
     steps = table(text, "The gap against")
-    assert steps["internal_aux"][0] == "2, 3" and steps["internal_aux"][1].endswith("(2)") and steps["internal_aux"][2].endswith("(2)")
+    seeds, *gaps = steps["internal_aux"]
+    assert seeds == "2, 3" and len(gaps) == 2 and all(gap.endswith("(2)") for gap in gaps)
     assert steps["baseline"][0] == "1, 2, 3" and steps["all"][0] == "1, 2, 3"
 
 
@@ -389,16 +452,17 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
     head["resumed"] = [{"iter": 200, "versions": head["versions"] | {"device": "gpu", "threads": 2}}]
     log.write_text(json.dumps(head) + "\n" + "".join(lines))
     text = make(tmp_path / "out", runs)
-    assert f"- Resumed with something else (not the same run to the bit): {runs / 'e'} at step 200 (device gpu, threads 2)\n" in text
+    where = f"{runs / 'e'} at step 200 (device gpu, threads 2)"
+    assert f"- Resumed with something else (not the same run to the bit): {where}\n" in text
     assert "; 1,000 tokens for training" in text and "; 2,000 tokens for training" in text
-    assert f"- Commits: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n- Of other commits: {runs / 'd'} (111111111111)\n" in text
+    assert f"- Commits: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n- Of other commits: " in text
+    assert f"- Of other commits: {runs / 'd'} (111111111111)\n" in text
     assert "- compile: None, 4 runs; True, 1 runs" in text
-    assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        f"## {k}" for k in ("corpus abababab, 1,000 + 100 tokens, torch 2", "corpus abababab, 1,000 + 100 tokens, torch 3",
-                            "corpus abababab, 2,000 + 100 tokens, torch 2")]  # fmt: skip
-    tables = [table(text[text.index(f"## {k}") :], "Validation loss")["baseline"][0] for k in
-              ("corpus abababab, 1,000 + 100 tokens, torch 2", "corpus abababab, 2,000")]  # fmt: skip
-    assert tables == ["3", "1"]
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    groups = ("1,000 + 100 tokens, torch 2", "1,000 + 100 tokens, torch 3", "2,000 + 100 tokens, torch 2")
+    assert titles == [f"## corpus abababab, {group}" for group in groups]
+    counts = [table(text[text.index(title) :], "Validation loss")["baseline"][0] for title in titles]
+    assert counts == ["3", "1", "1"]
 
 
 @pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all", "dyt"])
@@ -418,11 +482,10 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
         x, expected = model.tok_emb(idx), []
         for block in model.blocks:
             after = block(x, model.gate, model.rope[:, :16])
-            y = (
-                block.norm_attn(x, model.gate)
-                if variant != "coupled"
-                else x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * block.norm_attn.weight
-            )
+            if variant == "coupled":
+                y = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * block.norm_attn.weight
+            else:
+                y = block.norm_attn(x, model.gate)
             h = x + block.attn.proj(block.attn(y, model.rope[:, :16]))
             a, b = x.square().mean(-1).sqrt(), h.square().mean(-1).sqrt()
             expected.append([a.mean().item(), b.mean().item(), (b / a).mean().item()])
@@ -444,17 +507,121 @@ def test_refusals(tmp_path, capsys, monkeypatch):
             make(tmp_path / "out", *argv)
         error = capsys.readouterr().err
         assert e.value.code == 2 and error.count("\n") == 1 and says in error
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_run(tmp_path / "runs/a", "baseline", 1)
-    with pytest.raises(SystemExit) as e:
-        make(tmp_path / "out", tmp_path / "runs")
-    assert e.value.code == 2 and "pip install" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for package in ("matplotlib", "pandas"):
+        with monkeypatch.context() as without, pytest.raises(SystemExit) as e:
+            without.setitem(sys.modules, package, None)
+            make(tmp_path / "out", tmp_path / "runs")
+        error = capsys.readouterr().err
+        assert e.value.code == 2 and error.count("\n") == 1 and f"need {package}: pip install" in error
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
-    """val/loss at gate 0 is a network that nobody has trained yet, until the gate is down: null in the log of a good run."""
+    """Until the gate is down, the network at gate 0 is one that nobody has trained yet: its val/loss may be
+    null in the log of a good run."""
     folder = write_run(tmp_path / "runs/all-seed1", "all", 1)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[20] |= {"val/loss": None, "val/bpb": None, "val/loss_gated": 3.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "Runs used: 1; left out: 0" in make(tmp_path / "out", tmp_path / "runs")
+
+
+# --- the README's picture
+
+
+ROW = {"variant": "baseline", "runtime": "eager", "batch": 1, "seq": 64, "tok_s": 64_000.0, "ms": 1.0,
+       "ms_q1": 0.8, "ms_q3": 1.25, "speedup": 1.0, "work": 104}  # fmt: skip
+
+
+def write_bench(path: Path, **changes) -> Path:
+    """A report of bench.py: two shapes, a variant that has no bar, and what `changes` puts in its place."""
+    rows = []
+    for seq in (64, 128):
+        for i, variant in enumerate(("baseline", "weightless", "unfused", "folded", "floor")):
+            speed = {"tok_s": ROW["tok_s"] * (1 + i / 10), "speedup": 1 + i / 10}
+            rows.append(ROW | {"variant": variant, "seq": seq, **speed})
+    path.write_text(json.dumps({"machine": "an abacus", "settings": {}, "rows": rows} | changes))
+    return path
+
+
+def draw(*argv) -> int:
+    """Exit status of figures.py in this process."""
+    with pytest.MonkeyPatch.context() as patch, one_line_errors():
+        patch.setattr(sys, "argv", ["scripts/figures.py", *map(str, argv)])
+        figures.main()
+    return 0
+
+
+def test_the_picture_shows_a_run_and_its_speed(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", "all_aux", 1)
+    log = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[20] |= {"val/loss": 5.5, "val/bpb": 1.0, "val/loss_gated": 4.5}
+    lines[-1]["val/loss_gated"] = lines[-1]["val/loss"]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = []
+
+    def draw_picture(*content):
+        drawn.append(plain(*content))
+        return drawn[-1]
+
+    plain = figures.draw_picture
+    monkeypatch.setattr(figures, "draw_picture", draw_picture)
+    picture = tmp_path / "demo.png"
+    assert (
+        draw(folder, f"--bench={write_bench(tmp_path / 'bench.json')}", f"--out={picture}", "--seq=128") == 0
+    )
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    loss, gate, speed = (panel for side in drawn[0].subfigs for panel in side.axes)
+    assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
+    end = f"{LOSS['all_aux'] + 0.101:.2f}"
+    said = [text.get_text() for text in loss.texts]
+    assert said == ["training", "validation: 4.50", end, "validation with the gate at 0: 5.50"]
+    ticks = [label.get_text().split("\n")[0] for label in speed.get_yticklabels()]
+    assert ticks == ["baseline", "unfused", "folded", "floor"] and speed.get_xlabel().endswith("(an abacus)")
+    widths = [bar.get_width() for bar in speed.patches]
+    assert widths == pytest.approx([64_000, 76_800, 83_200, 89_600])
+    assert [text.get_text() for text in speed.texts] == [
+        "64,000",
+        "76,800, 1.20x",
+        "83,200, 1.30x",
+        "89,600, 1.40x",
+    ]
+    assert "128 tokens, eager" in speed.get_title("left")
+
+
+def test_the_picture_of_a_run_without_a_gate(tmp_path):
+    folder, bench = write_run(tmp_path / "run", "baseline", 1), write_bench(tmp_path / "bench.json")
+    assert draw(folder, f"--bench={bench}", f"--out={tmp_path / 'demo.png'}") == 0
+
+
+def test_help_tells_of_every_knob(tmp_path, capsys):
+    for command, names in ((draw, ("bench", "out", "runtime", "batch", "seq")), (make, ("out", "tokens"))):
+        with pytest.raises(SystemExit) as e:
+            command(tmp_path, "--help")
+        said = capsys.readouterr().out
+        assert e.value.code == 0 and all(f"--{name}=" in said for name in names)
+
+
+def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
+    folder, bench = write_run(tmp_path / "run", "baseline", 1), write_bench(tmp_path / "bench.json")
+    (tmp_path / "list.json").write_text("[]")
+    no_number = write_bench(tmp_path / "no_number.json", rows=[ROW | {"ms": "1"}])
+    no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
+    for argv, says in (
+        ([], "name a run folder and a benchmark of it"),
+        ([folder], "name a run folder and a benchmark of it"),
+        ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
+        ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
+        ([folder, f"--bench={tmp_path / 'list.json'}"], "not a JSON object"),
+        ([folder, f"--bench={no_number}"], "rows.0.ms: input should be a valid number"),
+        ([folder, f"--bench={no_bar}"], "has none of baseline, unfused, folded, floor"),
+        ([folder, f"--bench={bench}", "--seq=100"], "has no seq=100; it has 64, 128"),
+        ([folder, f"--bench={bench}", "--runtime=graph"], "has no runtime=graph; it has eager"),
+        ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            draw(*argv)
+        error = capsys.readouterr().err
+        assert e.value.code == 2 and error.count("\n") == 1 and says in error

@@ -1,4 +1,5 @@
-"""What must not happen: code from a file of weights, code from a file that anyone may write, a shell, a word over the network."""
+"""What must not happen: code from a file of weights, code from a file that anyone may write, a shell, a
+word over the network."""
 
 import ast
 import os
@@ -15,8 +16,10 @@ import torch
 from conftest import ROOT, one_line, tiny
 from running import flags, train
 
-from config import BadInput, Config, parse
-from model import ModelError, Transformer
+from config import Config
+from model import Transformer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, ModelError
 
 # ---------------------------------------------------------------------------------------------------------
 # no pickle is executed
@@ -34,7 +37,12 @@ class Bomb:
 
 def crafted(marker: Path, place: str) -> dict:
     """A checkpoint, right but for a bomb in one place."""
-    file = {**tiny(dtype=torch.float32).to_file({}), "optimizer": {"state": {}, "param_groups": []}, "run": vars(Config()), "progress": {}}
+    file = {
+        **tiny(dtype=torch.float32).to_file({}),
+        "optimizer": {"state": {}, "param_groups": []},
+        "run": vars(Config()),
+        "progress": {},
+    }
     if place == "tensor":
         file["state"]["norm_final.weight"] = Bomb(marker)
     else:
@@ -55,7 +63,11 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     marker, run = tmp_path / "ran", tmp_path / "run"
     run.mkdir()
     FORMATS[form](crafted(marker, place), run / "ckpt.pt")
-    commands = [("train.py", ["--init_from=resume", f"--out_dir={run}"]), ("sample.py", [run]), ("bench.py", [run])]
+    commands = [
+        ("train.py", ["--init_from=resume", f"--out_dir={run}"]),
+        ("sample.py", [run]),
+        ("bench.py", [run]),
+    ]
     for program, words in commands:
         train(*words, expect=2, program=program)
         said = capsys.readouterr().err
@@ -63,7 +75,11 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     with pytest.raises(ModelError) as e:
         Transformer.load(run / "ckpt.pt")
     assert one_line(e) and not marker.exists()
-    load = pickle.loads((run / "ckpt.pt").read_bytes()) if form == "pickle" else torch.load(run / "ckpt.pt", weights_only=False)
+    load = (
+        pickle.loads((run / "ckpt.pt").read_bytes())
+        if form == "pickle"
+        else torch.load(run / "ckpt.pt", weights_only=False)
+    )
     assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
 
 
@@ -73,17 +89,30 @@ def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
     run, marker = tmp_path / "run", tmp_path / "ran"
     run.mkdir()
     (run / "prepare.py").write_text(f"open({str(marker)!r}, 'w')")
-    names = [str(run), os.path.relpath(run, ROOT / "data"), f"stdlib/../{os.path.relpath(run, ROOT / 'data')}"]
+    names = [
+        str(run),
+        os.path.relpath(run, ROOT / "data"),
+        f"stdlib/../{os.path.relpath(run, ROOT / 'data')}",
+    ]
     for name in names:
         if way == "checkpoint":
             settings = Config(out_dir=str(run), dataset=name)
             settings.resolve()
             file = tiny(dtype=torch.float32).to_file({})
             progress = {"iter": 0, "run_id": "", "totals": torch.zeros(3), "val": {}}
-            torch.save({**file, "optimizer": {"state": {}}, "run": vars(settings), "progress": progress}, run / "ckpt.pt")
+            torch.save(
+                {**file, "optimizer": {"state": {}}, "run": vars(settings), "progress": progress},
+                run / "ckpt.pt",
+            )
             train("--init_from=resume", f"--out_dir={run}", expect=2)
         elif way == "sweep":
-            train(f"--dataset={name}", f"--out={tmp_path / 'out'}", "--max_iters=1", expect=1, program="scripts/sweep.py")
+            train(
+                f"--dataset={name}",
+                f"--out={tmp_path / 'out'}",
+                "--max_iters=1",
+                expect=1,
+                program="scripts/sweep.py",
+            )
         else:
             train(f"--dataset={name}", f"--out_dir={tmp_path / 'out'}", expect=2)
         said = capsys.readouterr().err
@@ -113,9 +142,13 @@ def test_a_config_file_that_anyone_may_write_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------------
 # no shell, no eval, no pickle
 
-FILES = [p for p in sorted(ROOT.rglob("*.py")) if not {"out", ".venv", "venv", ".git"} & set(p.relative_to(ROOT).parts)]
+FILES = [
+    p
+    for p in sorted(ROOT.rglob("*.py"))
+    if not {"out", ".venv", "venv", ".git"} & set(p.relative_to(ROOT).parts)
+]
 EXCEPTIONS = {  # where one of these is what the file is for
-    ("config/__init__.py", "exec"),  # run_file: config files are Python
+    ("nanonorm/cli.py", "exec"),  # run_file: config files are Python
     ("tests/test_readme.py", "exec"),  # the examples
     ("tests/test_readme.py", "shell=True"),  # the first command, as typed
     ("tests/test_foldable.py", "exec"),
@@ -126,12 +159,15 @@ EXCEPTIONS = {  # where one of these is what the file is for
     ("tests/test_safety.py", "os.system"),
     ("tests/test_bench.py", "torch.load"),  # weights_only is torch's default
 }
-FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.load",
-             "subprocess.getoutput", "subprocess.getstatusoutput", "marshal.loads", "joblib.load", "yaml.load", "__import__"}  # fmt: skip
+FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
+    "torch.load", "np.load",
+             "subprocess.getoutput", "subprocess.getstatusoutput", "marshal.loads", "joblib.load",
+             "yaml.load", "__import__"}  # fmt: skip
 
 
 def dangers(source: str) -> set[str]:
-    """Which of FORBIDDEN a file mentions, called or not, and whether it asks for a shell or runs a command that is one string."""
+    """Which of FORBIDDEN a file mentions, called or not, and whether it asks for a shell or runs a command
+    that is one string."""
     found, safe = set(), set()
     for node in ast.walk(ast.parse(source)):  # a call comes before its parts
         if isinstance(node, ast.Call):
@@ -140,7 +176,11 @@ def dangers(source: str) -> set[str]:
                 safe.add(node.func)
             if "shell" in given:
                 found.add("shell=True")
-            if name.startswith("subprocess.") and node.args and isinstance(node.args[0], ast.Constant | ast.JoinedStr | ast.BinOp):
+            if (
+                name.startswith("subprocess.")
+                and node.args
+                and isinstance(node.args[0], ast.Constant | ast.JoinedStr | ast.BinOp)
+            ):
                 found.add("a command in one string")
         if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in FORBIDDEN and node not in safe:
             found.add(ast.unparse(node))
@@ -153,7 +193,9 @@ def test_no_file_of_the_repository_runs_what_it_is_given():
     assert len(FILES) > 40
     found = {(p.relative_to(ROOT).as_posix(), danger) for p in FILES for danger in dangers(p.read_text())}
     assert found <= EXCEPTIONS, found - EXCEPTIONS
-    assert {e for e in EXCEPTIONS if not e[0].startswith("tests/")} <= found, "an exception that nothing needs"
+    assert {e for e in EXCEPTIONS if not e[0].startswith("tests/")} <= found, (
+        "an exception that nothing needs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,14 +254,27 @@ finally:
 
 
 def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subprocess.CompletedProcess]:
-    """(what came over the network, the finished process) of a tiny run in which every road to the network leads to a listener."""
+    """(what came over the network, the finished process) of a tiny run in which every road to the network
+    leads to a listener."""
     listener = Listener()
     listener.start()
-    roads = ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
-    env = {**os.environ, **dict.fromkeys(roads, listener.url), "NO_PROXY": "", "no_proxy": "", "WANDB_API_KEY": "0" * 40,
-           "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5", "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
+    roads = (
+        "WANDB_BASE_URL",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+    )
+    env = {**os.environ, **dict.fromkeys(roads, listener.url), "NO_PROXY": "", "no_proxy": "",
+    "WANDB_API_KEY": "0" * 40,
+           "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5",
+           "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
     argv = flags(folder / "run", corpus, max_iters=4, gate_start=1, gate_end=3, warmup_iters=1, **knobs)
-    done = subprocess.run([sys.executable, "-c", RUN, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
     time.sleep(1)  # for what a process left behind might still say
     listener.socket.close()
     return listener.heard, done
@@ -240,7 +295,9 @@ def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus, mode):
     heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode=mode)
     assert done.returncode == 0, done.stderr
     assert not heard
-    assert done.stdout.endswith("\nwandb\n") and bool(list((tmp_path / "run").glob("wandb/offline-run-*"))) == (mode == "offline")
+    assert done.stdout.endswith("\nwandb\n") and bool(
+        list((tmp_path / "run").glob("wandb/offline-run-*"))
+    ) == (mode == "offline")
 
 
 @pytest.mark.slow

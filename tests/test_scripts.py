@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -11,38 +12,69 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import batch, state_of, tiny
 
-from config import BadInput
-from scripts.turns import take_turns, tensor_peak
-
-ROOT = Path(__file__).resolve().parent.parent
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+from scripts.speed import turns, where
+from scripts.speed.parts import training_step
+from scripts.speed.turns import take_turns, tensor_peak
 
 
 def test_parts_prints_its_tables(monkeypatch, capsys):
-    flags = ["--loss_embd=8", "--loss_vocab=300", "--tokens=600", "--head_dim=4", "--heads=2", "--window=16", "--n_embd=16"]
-    flags += ["--block_size=16", "--batch_size=1", "--iters=2"]
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/parts.py"), *flags])
+    flags = ["--loss_embd=8", "--loss_vocab=300", "--tokens=600", "--head_dim=4", "--heads=2", "--window=16"]
+    flags += ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2"]
+    flags += ["--what=loss,attention,step,kernels"]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/speed/parts.py"), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
     out = capsys.readouterr().out
     tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms", "| peak, MB |")
     assert all(title in out for title in tables)
-    for name in ("plain, bfloat16", "head_loss, bfloat16", "padded to 16, float32", "attend, bfloat16", "taper, blend", "cbwc"):
+    for name in ("plain, bfloat16", "head_loss, bfloat16", "padded to 16, float32", "attend, bfloat16",
+                 "taper, blend", "cbwc", "as it is", "without EagerSwiGLU"):  # fmt: skip
         assert f"\n| {name} | " in out
 
 
-SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2", "--seq=16", "--new_tokens=4"]
+@pytest.mark.parametrize("phase, gate", [("norm", 1.0), ("blend", 0.5), ("scale", 0.0)])
+def test_a_timed_step_is_a_training_step_that_stays_in_its_phase(phase, gate):
+    """At learning rate 0 every round does the same work; at another it trains."""
+    tokens = torch.randint(61, (200,)).to(torch.int16)
+    for lr in (0.0, 1e-2):
+        model = tiny("rmsnorm-all-aux", phase="norm", dtype=torch.float32)
+        model(*batch())
+        model.update_statistics()
+        before = state_of(model)["tok_emb.weight"]
+        step = training_step(model, tokens, 2, torch.float32, lr=lr, phase=phase)
+        for _ in range(3):
+            step()
+        assert model.phase == phase and model.gate.item() == pytest.approx(gate, abs=1e-6)
+        assert torch.equal(model.tok_emb.weight, before) == (lr == 0)
 
 
-@pytest.mark.parametrize("mode", ["prefill", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("train", "decode"))])
+SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2"]
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("train", "decode")]
+
+
+@pytest.mark.parametrize("mode", ["prefill", *SLOW_MODES])
 def test_peers_times_llama_beside_us(mode):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
-    command = [sys.executable, "scripts/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32", "--iters=2"]
-    command += ["--compiled=False", "--processes=1"]
+    command = [
+        sys.executable,
+        "scripts/speed/peers.py",
+        *SHAPE,
+        f"--mode={mode}",
+        "--dtype=float32",
+        "--iters=2",
+    ]
+    command += ["--compiled=False", "--processes=1", "--seq=16", "--new_tokens=4"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     names = {r["name"] for r in report["rows"]}
-    assert names >= {"nanonorm float32", "HF float32", "HF tuned float32"} | ({"litgpt float32"} if find_spec("litgpt") else set())
+    expected = {"nanonorm float32", "HF float32", "HF tuned float32"}
+    if find_spec("litgpt"):
+        expected.add("litgpt float32")
+    assert names >= expected
     assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in report["rows"])
     if mode == "train":
         assert all(r["peak_bytes"] >= r["tensor_bytes"] > 0 for r in report["rows"])
@@ -57,12 +89,13 @@ def test_peers_times_llama_beside_us(mode):
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
         ("--out=no/folder.json", "does not exist"),
-        ("x", "nothing to name"),
+        ("x", "takes flags only"),
         ("--block_size=64", "lower --seq"),
     ],
 )
 def test_peers_bad_input_is_one_line(flag, said):
-    run = subprocess.run([sys.executable, "scripts/peers.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "scripts/speed/peers.py", flag]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2 and said in run.stderr and run.stderr.count("\n") == 1 and not run.stdout
 
 
@@ -97,16 +130,88 @@ def test_peaks_are_what_a_step_holds_at_once():
             del a, b
 
     assert 0 <= tensor_peak(step) - 2 * 4_000_000 < 100  # and the 1
-    code = "import torch; from scripts.turns import resident_peak; print(resident_peak(lambda: torch.ones(5000, 3000)))"
-    peak = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))  # fresh: what this process has freed would be used first
-    assert 59e6 < peak < 70e6  # the 60 MB of the tensor, and what else the process does
+    code = "import torch; from scripts.speed.turns import resident_peak as peak; "
+    code += "print(peak(lambda: torch.ones(5000, 3000)))"
+    command = [sys.executable, "-c", code]  # a fresh process: this one would use what it has freed first
+    assert (
+        59e6 < int(subprocess.check_output(command, cwd=ROOT)) < 70e6
+    )  # the tensor's 60 MB, and a little more
+
+
+def test_a_resident_peak_that_the_system_does_not_count_is_none(monkeypatch):
+    def refuse(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(turns.Path, "write_text", refuse)  # no /proc
+    ran = []
+    assert turns.resident_peak(lambda: ran.append(True)) is None and ran == [True]
+
+
+def test_where_takes_another_checkout_whole(tmp_path):
+    """Its model.py imports its own nanonorm/, not ours. Early checkouts have a model.py without one."""
+    early, other = tmp_path / "early", tmp_path / "other"
+    (other / "nanonorm").mkdir(parents=True)
+    (other / "nanonorm/__init__.py").touch()
+    (other / "nanonorm/kernels.py").write_text("who = 'other'")
+    (other / "model.py").write_text("from nanonorm.kernels import who")
+    early.mkdir()
+    (early / "model.py").write_text("who = 'early'")
+    code = "import sys; from pathlib import Path; from scripts.speed.where import model_of; "
+    code += "print(model_of(Path(sys.argv[1])).who)"
+    for folder, name in ((early, "early"), (other, "other")):
+        command = [sys.executable, "-c", code, str(folder)]  # in a process of its own, as a contestant is
+        assert subprocess.check_output(command, cwd=ROOT, text=True).strip() == name
+
+
+def test_where_keeps_freed_memory_as_the_checkout_does(tmp_path):
+    (early := tmp_path / "early/config").mkdir(parents=True)
+    (early / "__init__.py").write_text("def parse(): ...")
+    assert not where.keeps_freed_memory(early.parent)
+    (early / "__init__.py").write_text("def keep_freed_memory(): ...")
+    assert where.keeps_freed_memory(early.parent) and where.keeps_freed_memory(ROOT)
+
+
+@pytest.mark.slow
+def test_where_draws_a_bar_for_each_checkout(tmp_path):
+    pytest.importorskip("matplotlib", reason="draws; pip install matplotlib")
+    shutil.copytree(ROOT / "nanonorm", tmp_path / "before/nanonorm")
+    shutil.copy(ROOT / "model.py", tmp_path / "before")
+    command = [
+        sys.executable,
+        "scripts/speed/where.py",
+        "--n_embd=16",
+        "--n_layer=1",
+        "--n_head=2",
+        "--block_size=16",
+    ]
+    command += [
+        "--vocab_size=50",
+        "--batch_size=1",
+        "--iters=1",
+        "--llama=False",
+        f"--before={tmp_path}/before",
+    ]
+    run = subprocess.run(
+        [*command, f"--figure={tmp_path}/where.png"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    (rows,) = json.loads(run.stdout.splitlines()[-1]).values()
+    assert rows.keys() == {"before", "now"} and all(r["matrix products"] > 0 for r in rows.values())
+    assert (tmp_path / "where.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, written", [("gpu_speed.sh", "train.txt"), ("gpu_sweep.sh", "report.md")])
 def test_gpu_scripts_run_at_toy_sizes_on_a_cpu(script, written, tmp_path):
-    env = os.environ | {"TRY": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)  # they prepare a corpus there
-    run = subprocess.run(["bash", f"scripts/{script}", tmp_path / "out"], cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
+    env = os.environ | {
+        "TRY": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run(
+        ["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True
+    )  # they prepare a corpus there
+    command, clone = ["bash", f"scripts/{script}", tmp_path / "out"], tmp_path / "clone"
+    run = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "tok/s" in (tmp_path / "out" / written).read_text()

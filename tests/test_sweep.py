@@ -1,6 +1,7 @@
-"""The sweep: the grid it makes of a command line, what it refuses, and what it does when runs end, fail, hang on or are killed.
+"""The sweep: the grid it makes of a command line, what it refuses, and what it does when runs end, fail, hang
+or are killed.
 
-Most runs here are a stand-in for train.py that writes the same files in no time; two tests use the real one.
+Most runs here are a stand-in for train.py that writes the same files in no time; one test uses the real one.
 """
 
 import argparse
@@ -16,13 +17,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Config, hold_folder, parse
+from config import Config
 from data import prepare
-from model import FORMAT
+from nanonorm.cli import parse
+from nanonorm.errors import one_line_errors
+from nanonorm.files import FORMAT, ROOT, hold_folder
 from scripts import runs, sweep
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=40", "--device=cpu"]
+TINY = [
+    "--n_layer=1",
+    "--n_embd=8",
+    "--n_head=2",
+    "--block_size=16",
+    "--batch_size=2",
+    "--max_iters=40",
+    "--device=cpu",
+]
 
 # Writes what train.py writes, takes .05 s a step after the first, and fails with seed 13.
 STAND_IN = """
@@ -30,7 +40,10 @@ import json, os, shutil, signal, sys, time
 from dataclasses import asdict
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from config import Config, hold_folder, one_line_errors, parse
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import one_line_errors
+from nanonorm.files import hold_folder
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 cfg, _, _ = parse(Config, sys.argv[1:], files=True)
 cfg.resolve()
@@ -42,8 +55,8 @@ with one_line_errors(), hold_folder(cfg.out_dir) as out:
     for step in range(1, cfg.max_iters + 1):
         with open(out / "metrics.jsonl", "a") as f:
             last = {{"val/loss": 2.5}} if step == cfg.max_iters else {{}}
-            line = {{"iter": step, "resumed": resumed, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], **last}}
-            f.write(json.dumps(line) + "\\n")
+            said = {{"went_on": resumed, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}}
+            f.write(json.dumps({{"iter": step, **said, **last}}) + "\\n")
         if cfg.seed == 13:
             print("all is well")
             print("train.py: step 1: the sky fell", file=sys.stderr)
@@ -73,7 +86,7 @@ def run_sweep(monkeypatch, *argv) -> int:
     monkeypatch.setattr(sys, "argv", ["scripts/sweep.py", *map(str, argv)])
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        with sweep.one_line_errors(sweep.ModelError):
+        with one_line_errors():
             return sweep.main()
     except SystemExit as e:
         return e.code
@@ -86,7 +99,8 @@ def launch(*argv, train: Path | None = None) -> subprocess.Popen:
     """sweep.py in a process of its own, over `train` if given."""
     change = f"sweep.ROOT = sweep.Path({str(train.parent)!r}); " if train else ""
     code = f"import sys; from scripts import sweep; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
 
 
 def wait_for(condition, seconds: float = 30):
@@ -96,11 +110,18 @@ def wait_for(condition, seconds: float = 30):
         time.sleep(0.02)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie."""
+    if not Path(f"/proc/{pid}").exists():
+        return True
+    return "Z" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0]
+
+
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def runs_of(*argv, variants=None, out="out") -> dict[str, runs.Run]:
+def runs_of(*argv, variants=None, out="out") -> dict[str, runs.PlannedRun]:
     axes = {flag[2:].split("=")[0]: flag.split("=")[1].split(",") for flag in argv}
     return {r.name: r for r in sweep.grid(sweep.Sweep(out=out, variants=variants), [], axes)}
 
@@ -109,15 +130,17 @@ def runs_of(*argv, variants=None, out="out") -> dict[str, runs.Run]:
 
 
 def test_every_variant_with_every_seed():
-    runs = runs_of("--seed=1,2", variants=tuple(sweep.VARIANTS))
-    assert set(runs) == {f"{v}-seed{s}" for v in sweep.VARIANTS for s in (1, 2)}
-    for variant, (norm, taper, anchored) in sweep.VARIANTS.items():
+    runs = runs_of("--seed=1,2", variants=tuple(sweep.PAPER_ROWS))
+    assert set(runs) == {f"{v}-seed{s}" for v in sweep.PAPER_ROWS for s in (1, 2)}
+    for variant, (norm, taper, anchored) in sweep.PAPER_ROWS.items():
         s = runs[f"{variant}-seed2"].settings
-        assert (s["norm"], s["taper"], s["aux_weight"], s["seed"]) == (norm, taper, 0.1 if anchored else 0.0, 2)
+        weight = 0.1 if anchored else 0.0
+        assert (s["norm"], s["taper"], s["aux_weight"], s["seed"]) == (norm, taper, weight, 2)
 
 
 def test_the_commands_give_the_settings():
-    for run in runs_of("--n_embd=32,64", "--learning_rate=1e-3,0.01", variants=("internal_aux", "cbwc")).values():
+    axes = ["--n_embd=32,64", "--learning_rate=1e-3,0.01"]
+    for run in runs_of(*axes, variants=("internal_aux", "cbwc")).values():
         got = parse(Config, sweep.command(run, "new")[2:], files=True)[0].resolve()
         assert {**run.settings, "out_dir": str(run.folder)} == vars(got)
 
@@ -137,10 +160,16 @@ def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
 
 def test_plain_knobs_make_a_grid_without_variants():
     runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4")
-    assert {(r.settings["taper"], r.settings["aux_weight"], r.settings["batch_size"]) for r in runs.values()} == {
-        (t, a, 4) for t in ("internal", "all") for a in (0, 0.1)
-    }
+    knobs = ("taper", "aux_weight", "batch_size")
+    found = {tuple(run.settings[knob] for knob in knobs) for run in runs.values()}
+    assert found == {(t, a, 4) for t in ("internal", "all") for a in (0, 0.1)}
     assert len(runs) == 4
+
+
+def test_help_tells_of_every_knob(monkeypatch, capsys):
+    assert run_sweep(monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    assert all(f"--{name}=" in said for name in ("out", "jobs", "threads", "variants", "print"))
 
 
 def test_equal_values_are_one_run():
@@ -179,10 +208,11 @@ def test_print_writes_commands_a_shell_can_run(tmp_path, monkeypatch, capsys):
     assert run_sweep(monkeypatch, *argv, "--print", "--threads=3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4 and not out.exists()
-    split = subprocess.run(["sh", "-c", f"printf '%s\\n' {printed[0]}"], capture_output=True, text=True, check=True).stdout
+    split = subprocess.check_output(["sh", "-c", f"printf '%s\\n' {printed[0]}"], text=True)
     assert split.splitlines() == shlex.split(printed[0])
-    env, threads, python, train, *flags = shlex.split(printed[0])
-    assert (env, threads, python, Path(train)) == ("env", "OMP_NUM_THREADS=3", sys.executable, ROOT / "train.py")
+    *before, train = shlex.split(printed[0])[:4]
+    assert before == ["env", "OMP_NUM_THREADS=3", sys.executable] and Path(train) == ROOT / "train.py"
+    flags = shlex.split(printed[0])[4:]
     assert Path(parse(Config, flags)[0].out_dir) == out / "baseline-seed1"
 
 
@@ -190,18 +220,20 @@ def test_print_writes_commands_a_shell_can_run(tmp_path, monkeypatch, capsys):
 
 
 def test_runs_once_and_reports_a_failure(stand_in, tmp_path, monkeypatch, capsys):
-    argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", "--seed=13,1", f"--out={tmp_path / 'out'}", "--jobs=2", "--threads=1"]
-    assert run_sweep(monkeypatch, *argv) == 1
+    grid = [*TINY, "--max_iters=2", "--variants=baseline,internal"]
+    how = [f"--out={tmp_path / 'out'}", "--jobs=2", "--threads=1"]
+    assert run_sweep(monkeypatch, *grid, "--seed=13,1", *how) == 1
     said = capsys.readouterr()
     for name in ("baseline-seed13", "internal-seed13"):
         log = tmp_path / f"out/{name}.log"
-        assert f"{name} failed with exit status 3: train.py: step 1: the sky fell ({log})" in said.err and f"not {name}" in said.out
+        assert f"{name} failed with exit status 3: train.py: step 1: the sky fell ({log})" in said.err
+        assert f"not {name}" in said.out
         assert "all is well" in log.read_text()
     assert "2 of 4 runs are finished" in said.out and "internal-seed1 finished, val/loss 2.5000" in said.err
     done = lines(tmp_path / "out/baseline-seed1")
     assert [x["iter"] for x in done] == [1, 2] and {x["threads"] for x in done} == {"1"}
 
-    assert run_sweep(monkeypatch, *argv[:-3], "--seed=1,2", *argv[-3:]) == 0  # one more seed, one fewer
+    assert run_sweep(monkeypatch, *grid, "--seed=1,2", *how) == 0  # one more seed, one fewer
     assert lines(tmp_path / "out/baseline-seed1") == done and lines(tmp_path / "out/baseline-seed2")
     assert len(json.loads((tmp_path / "out/sweep.json").read_text())) == 2
 
@@ -220,12 +252,15 @@ def test_resumes_what_lacks_an_export_or_steps(stand_in, tmp_path, monkeypatch):
     metrics = tmp_path / "out/baseline/metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"iter": 2, "val/lo')
     assert run_sweep(monkeypatch, *argv) == 0
-    assert lines(tmp_path / "out/internal")[-1]["resumed"] and "resumed" in metrics.read_text().splitlines()[-1]
+    for name in ("internal", "baseline"):
+        last = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["went_on"]
 
 
 def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--variants=baseline,internal,all,final", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, *argv, "--max_iters=1", "--gate_start=1", "--gate_end=1") == 2  # no room for a gate: nothing ran
+    no_room = ["--max_iters=1", "--gate_start=1", "--gate_end=1"]  # for a gate: nothing runs
+    assert run_sweep(monkeypatch, *argv, *no_room) == 2
     assert run_sweep(monkeypatch, *argv[:-2], "--variants=baseline", argv[-1], "--max_iters=1") == 0
     before = (tmp_path / "out/baseline/metrics.jsonl").read_bytes()
     (tmp_path / "out/all").mkdir()
@@ -236,7 +271,8 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
         assert run_sweep(monkeypatch, *argv, "--max_iters=2") == 1
     said = capsys.readouterr()
     assert "baseline holds a run of other settings (max_iters=1, not 2)" in said.err
-    assert "internal is running elsewhere" in said.err and "all holds a run of other settings (another version's)" in said.err
+    assert "internal is running elsewhere" in said.err
+    assert "all holds a run of other settings (another version's)" in said.err
     assert "final finished" in said.err and "1 of 4" in said.out
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
@@ -251,10 +287,12 @@ def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert run_sweep(monkeypatch, *argv) == 1
     said = capsys.readouterr()
-    assert "baseline has a log that cannot be gone on with: metrics.jsonl:3 is damaged" in said.err and "Traceback" not in said.err
+    assert f"baseline has a log that cannot be gone on with: {metrics}:3 is damaged" in said.err
+    assert "Traceback" not in said.err
     assert "1 of 2" in said.out and metrics.read_text() == whole + end + "\n"
     metrics.write_text(whole + end)  # what a kill cuts, train.py drops
-    assert runs.look(runs_of(*TINY, "--max_iters=2", variants=("baseline",), out=str(tmp_path / "out"))["baseline"])[0] == "resume"
+    grid = runs_of(*TINY, "--max_iters=2", variants=("baseline",), out=str(tmp_path / "out"))
+    assert runs.look(grid["baseline"])[0] == "resume"
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{", ""])
@@ -263,7 +301,7 @@ def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monk
     assert run_sweep(monkeypatch, *argv) == 0
     (tmp_path / "out/baseline/config.json").write_text(text)
     assert run_sweep(monkeypatch, *argv) == 0  # the checkpoint knows the settings
-    assert lines(tmp_path / "out/baseline")[-1]["resumed"]
+    assert lines(tmp_path / "out/baseline")[-1]["went_on"]
     (tmp_path / "out/baseline/config.json").write_text(text)
     (tmp_path / "out/baseline/ckpt.pt").unlink()
     capsys.readouterr()
@@ -275,7 +313,8 @@ def test_a_record_that_is_none_is_refused(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "sweep.json").write_text(text)
     assert run_sweep(monkeypatch, *TINY, "--dataset=/", f"--out={tmp_path}") == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "sweep.json is damaged" in error and (tmp_path / "sweep.json").read_text() == text
+    assert error.count("\n") == 1 and "sweep.json is damaged" in error
+    assert (tmp_path / "sweep.json").read_text() == text
 
 
 def test_an_export_that_is_cut_is_written_again(stand_in, tmp_path, monkeypatch):
@@ -290,7 +329,7 @@ def test_an_export_that_is_cut_is_written_again(stand_in, tmp_path, monkeypatch)
 
 def test_a_value_that_is_no_number_is_told_as_nan(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iter": 2, "val/loss": "low"}\n{"iter": "x"}\n[]\n')
-    run = runs.Run("", tmp_path, [], {})
+    run = runs.PlannedRun("", tmp_path, [], {})
     assert sweep.outcome(run, 0) == "finished, val/loss nan" and run.steps == 2
 
 
@@ -298,8 +337,9 @@ def test_a_failed_run_does_not_keep_gpu_sweep_from_its_report(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$1" >> "$SAID"\ncase "$1" in *sweep.py) exit 3;; esac\n')
     python.chmod(0o755)
-    env = os.environ | {"TRY": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
-    run = subprocess.run(["bash", "scripts/gpu_sweep.sh", str(tmp_path)], cwd=ROOT, env=env)
+    env = {"TRY": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
+    command = ["bash", "scripts/gpu_sweep.sh", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | env)
     assert run.returncode == 3 and (tmp_path / "said").read_text() == "scripts/sweep.py\nscripts/report.py\n"
 
 
@@ -313,7 +353,8 @@ def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
 def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
     argv = [*TINY, "--max_iters=1000", "--variants=baseline,internal", "--jobs=2", f"--out={tmp_path}/out"]
     process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
-    wait_for(lambda: all((f / "metrics.jsonl").exists() and (f / "metrics.jsonl").read_text() for f in folders))
+    logs = [folder / "metrics.jsonl" for folder in folders]
+    wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
     assert all(map(runs.held, folders))
     process.send_signal(signum)
     error = process.communicate(timeout=20)[1]
@@ -323,9 +364,7 @@ def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
         pytest.skip("elsewhere a killed sweep cannot take its runs with it")
     wait_for(lambda: not any(map(runs.held, folders)))
     for pid in {lines(f)[0]["pid"] for f in folders}:
-        wait_for(
-            lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0]
-        )
+        wait_for(lambda pid=pid: has_ended(pid))
 
 
 # --- with the real train.py
@@ -339,10 +378,12 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
     common = [*TINY, f"--dataset={corpus}", "--log_interval=10", "--ckpt_interval=1000", "--threads=1"]
     argv = [*common, "--variants=internal_aux", "--seed=1", f"--out={tmp_path / 'out'}", "--max_iters=300"]
     process, run = launch(*argv), tmp_path / "out/internal_aux-seed1"
-    wait_for(lambda: runs.Run("", run, [], {}).seen().get("iter", 0) >= 10)
+    planned = runs.PlannedRun("", run, [], {})
+    wait_for(lambda: planned.last_line().get("iter", 0) >= 10)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
-    assert process.returncode == 130 and 10 <= runs.Run("", run, [], {}).seen()["iter"] < 300 and not (run / "folded.pt").exists()
+    assert process.returncode == 130 and 10 <= planned.last_line()["iter"] < 300
+    assert not (run / "folded.pt").exists()
     assert run_sweep(monkeypatch, *argv, "--print") == 0
     (resume,) = capsys.readouterr().out.splitlines()
     assert resume.endswith("--init_from=resume")
@@ -353,6 +394,10 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
     whole = tmp_path / "whole"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     flags = [w for w in shlex.split(resume)[4:] if not w.startswith(("--out_dir", "--init_from"))]
-    subprocess.run([sys.executable, ROOT / "train.py", *flags, f"--out_dir={whole}"], check=True, env=env, capture_output=True)
-    kept = [[{k: v for k, v in line.items() if "perf" not in k} for line in lines(f)[1:]] for f in (run, whole)]
-    assert kept[0] == kept[1]
+    command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={whole}"]
+    subprocess.run(command, check=True, env=env, capture_output=True)
+
+    def kept(folder):
+        return [{k: v for k, v in line.items() if "perf" not in k} for line in lines(folder)[1:]]
+
+    assert kept(run) == kept(whole)

@@ -1,4 +1,5 @@
-"""TaperNorm and the scale anchor: the gate's formula, the calibration, the phases, Propositions 4.1-4.3 (arXiv 2602.10408)."""
+"""TaperNorm and the scale anchor: the gate's formula, the calibration, the phases, Propositions 4.1-4.3
+(arXiv 2602.10408)."""
 
 import pytest
 import torch
@@ -20,17 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import ModelError, TaperNorm, Transformer, fold
+from model import TaperNorm, Transformer, fold
+from nanonorm.errors import ModelError
 
 EXACT = 1e-12  # float64: the same few operations in another order, 1e-16 each
 RATE = 0.01  # ema_rate's default, the paper's mu
 
 KINDS = {"rms": False, "ln": True}  # name -> centre
 both_kinds = pytest.mark.parametrize("centre", KINDS.values(), ids=KINDS)
-every_tapered = pytest.mark.parametrize("variant", [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"])
+every_tapered = pytest.mark.parametrize(
+    "variant", [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
+)
 
 
-def taper_norm(centre: bool, phase: str, seed: int = 0, D: int = 24, eps: float = 1e-6, shift: bool = True, **more) -> TaperNorm:
+def taper_norm(
+    centre: bool, phase: str, seed: int = 0, D: int = 24, eps: float = 1e-6, shift: bool = True, **more
+) -> TaperNorm:
     """One norm in float64 and training mode, gains, shift and c random."""
     norm = TaperNorm(D, eps, centre, centre and shift, **more).double()
     rng = torch.Generator().manual_seed(seed)
@@ -72,7 +78,9 @@ def test_blend_is_the_formula_between_the_ends_values_and_gradients(g, seed, cen
     assert scale_of_difference(ours, wanted) <= EXACT
     weights = stream(2, 3, seed=seed + 1)  # a random direction: every component of the gradient counts
     parameters = [h, *norm.parameters()]
-    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), parameters) for y in (ours, wanted)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((y * weights).sum(), parameters) for y in (ours, wanted)), strict=True
+    ):
         assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
 
 
@@ -164,11 +172,17 @@ def test_c_is_the_least_squares_fit_of_the_scaling_to_the_norm(variant, skip_fir
     for name, norm in norms.items():
         tokens_seen = seen[name][0][:, 1:] if skip_first else seen[name][0]
         x, xhat = normalized(tokens_seen, norm.centre, 1e-6)
-        solution = torch.linalg.lstsq((x * weights[name]).reshape(-1, 1), (xhat * weights[name]).reshape(-1, 1)).solution
-        assert norm.c.item() == pytest.approx(solution.item(), rel=1e-10), name  # delta = 1e-12 beside den > 0.01
+        solution = torch.linalg.lstsq(
+            (x * weights[name]).reshape(-1, 1), (xhat * weights[name]).reshape(-1, 1)
+        ).solution
+        assert norm.c.item() == pytest.approx(solution.item(), rel=1e-10), (
+            name
+        )  # delta = 1e-12 beside den > 0.01
         other = seen[name][0] if skip_first else seen[name][0][:, 1:]
         x, xhat = normalized(other, norm.centre, 1e-6)
-        different = torch.linalg.lstsq((x * weights[name]).reshape(-1, 1), (xhat * weights[name]).reshape(-1, 1)).solution
+        different = torch.linalg.lstsq(
+            (x * weights[name]).reshape(-1, 1), (xhat * weights[name]).reshape(-1, 1)
+        ).solution
         assert abs(norm.c.item() / different.item() - 1) > 1e-4  # the option shows
 
 
@@ -182,7 +196,10 @@ def test_no_other_c_fits_better(centre):
     model.calibrate()
     for name, norm in model.taper_norms().items():
         x, xhat = normalized(seen[name][0], centre, 1e-6)
-        error = [((c * x - xhat) * norm.weight).square().sum().item() for c in (norm.c * 0.999, norm.c, norm.c * 1.001)]
+        error = [
+            ((c * x - xhat) * norm.weight).square().sum().item()
+            for c in (norm.c * 0.999, norm.c, norm.c * 1.001)
+        ]
         assert error[1] < error[0] and error[1] < error[2], name
 
 
@@ -217,7 +234,11 @@ def test_ema_is_the_recursion_over_steps_whose_data_and_gains_change(variant, ra
     for step in range(6):
         with torch.no_grad():
             for norm in norms.values():
-                norm.weight.mul_(1 + 0.2 * torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
+                norm.weight.mul_(
+                    1
+                    + 0.2
+                    * torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+                )
         last = model(*batch(2, 5 + step, seed=step)).stream
         model.update_statistics()
         for name, norm in norms.items():
@@ -342,7 +363,9 @@ def test_only_what_the_phase_uses_takes_a_gradient(variant, phase):
     model, (idx, targets) = tiny(variant, phase=phase), batch()
     model(idx, targets).total.backward()
     idle = {"norm": "weight_tilde", "blend": None, "scale": "weight"}[phase]
-    idle_parameters = {f"{n}.{idle}" for n, m in model.named_modules() if isinstance(m, TaperNorm)} if idle else set()
+    idle_parameters = (
+        {f"{n}.{idle}" for n, m in model.named_modules() if isinstance(m, TaperNorm)} if idle else set()
+    )
     for name, p in model.named_parameters():
         if name in idle_parameters:
             assert p.grad is None and not p.requires_grad, name
@@ -431,7 +454,8 @@ def train(model, steps: int = 10) -> list[torch.Tensor]:
 @pytest.mark.parametrize("taper", ["internal", "final", "all"])
 @pytest.mark.parametrize("aux_weight", [0.0, 0.1])
 def test_the_norm_phase_is_the_baseline_bit_for_bit(norm, taper, aux_weight):
-    """From the same seed alone: tapered and plain models draw the same weights, too. Gains start random, as everywhere."""
+    """From the same seed alone: tapered and plain models draw the same weights, too. Gains start random, as
+    everywhere."""
     losses, states = [], []
     for more in ({}, {"taper": taper, "aux_weight": aux_weight}):
         torch.manual_seed(11)
@@ -444,7 +468,9 @@ def test_the_norm_phase_is_the_baseline_bit_for_bit(norm, taper, aux_weight):
         start = state_of(model)
         losses.append(train(model))
         states.append(dict(model.named_parameters()))
-        assert not any(torch.equal(p, start[n]) for n, p in states[-1].items() if not n.endswith("weight_tilde"))  # it did train
+        assert not any(
+            torch.equal(p, start[n]) for n, p in states[-1].items() if not n.endswith("weight_tilde")
+        )  # it did train
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
     for name, p in states[0].items():
         assert torch.equal(p, states[1][name]), name
@@ -474,7 +500,9 @@ def test_the_anchor_is_zero_then_pulls_to_the_frozen_target(variant):
         x, _ = normalized(losses.stream, variant.startswith("layernorm"), 0.0)
         sizes.append((x.square().mean(-1) + 1e-6).sqrt())
         model.update_statistics()
-    average = sum(RATE * (1 - RATE) ** (2 - i) * s.mean().item() for i, s in enumerate(sizes)) / (1 - (1 - RATE) ** 3)
+    average = sum(RATE * (1 - RATE) ** (2 - i) * s.mean().item() for i, s in enumerate(sizes)) / (
+        1 - (1 - RATE) ** 3
+    )
     model.calibrate()
     for phase, g in (("blend", 0.5), ("scale", 0.0)):
         model.set_phase(phase)
@@ -626,7 +654,9 @@ def test_no_step_reads_a_number_back_to_the_host(variant, phase):
         model(*batch()).total.backward()
         model.update_statistics()
     assert len(operators.names) > 100
-    assert not [n for n in operators.names if "_local_scalar_dense" in n or "nonzero" in n or "is_nonzero" in n]
+    assert not [
+        n for n in operators.names if "_local_scalar_dense" in n or "nonzero" in n or "is_nonzero" in n
+    ]
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -1,4 +1,5 @@
-"""The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real text."""
+"""The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real
+text."""
 
 import dataclasses
 import json
@@ -19,24 +20,37 @@ from running import ROOT, assert_same, assert_same_run, final, flags, launch, me
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import config
-from config import Config, pick_device
 from model import Transformer
-from scripts.runs import identity, read_run
+from nanonorm import machine
+from nanonorm.machine import pick_dtype
+from scripts.runs import identity, read_finished
 
 
 def test_what_a_run_writes(reference, corpus):
     names = {p.name for p in reference.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "tokenizer.model", "unfused.pt", "folded.pt"}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "ckpt.pt",
+        "ckpt.prev.pt",
+        "tokenizer.model",
+        "unfused.pt",
+        "folded.pt",
+    }
     header = json.loads((reference / "metrics.jsonl").read_text().splitlines()[0])
     assert header["settings"] == json.loads((reference / "config.json").read_text())
     assert {"torch", "commit", "python"} <= header["versions"].keys()
     lines = metrics(reference)
     assert [line["iter"] for line in lines] == list(range(5, 61, 5))
-    want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/target", "logits/l2", "grad/total", "grad/qkv", "grad/proj",
-            "grad/gate_up", "grad/down", "grad/emb", "grad/norm", "taper/c.0.attn", "taper/c.1.mlp"}  # fmt: skip
+    want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/target", "logits/l2",
+    "grad/total", "grad/qkv", "grad/proj",
+            "grad/gate_up", "grad/down", "grad/emb", "grad/norm", "taper/c.0.attn",
+            "taper/c.1.mlp"}  # fmt: skip
     assert all(want <= line.keys() for line in lines)
-    assert all(({"val/loss", "val/bpb", "val/loss_gated"} <= line.keys()) == (line["iter"] % 20 == 0) for line in lines)
+    assert all(
+        ({"val/loss", "val/bpb", "val/loss_gated"} <= line.keys()) == (line["iter"] % 20 == 0)
+        for line in lines
+    )
     gates = {line["iter"]: line["gate"] for line in lines}
     assert gates[15] == 1.0 and gates[45] == gates[60] == 0.0 and abs(gates[30] - 0.5) < 1e-12
     assert all(line["train/aux"] == 0 for line in lines if line["iter"] <= 15) and lines[-1]["train/aux"] > 0
@@ -44,11 +58,15 @@ def test_what_a_run_writes(reference, corpus):
     assert len(set(cs)) == 1, "c moved after calibration"
     assert lines[-1]["train/ce"] < lines[0]["train/ce"] - 0.3, "it did not learn"
     # at gate 0 both losses are of the same function; before that they are not
-    assert lines[-1]["val/loss"] == lines[-1]["val/loss_gated"] and lines[3]["val/loss"] != lines[3]["val/loss_gated"]
+    assert (
+        lines[-1]["val/loss"] == lines[-1]["val/loss_gated"]
+        and lines[3]["val/loss"] != lines[3]["val/loss_gated"]
+    )
 
 
 def test_validation_is_the_whole_split(reference, corpus):
-    """val/loss is the mean over every token of the split but the first, each predicted once; bits per byte follow."""
+    """val/loss is the mean over every token of the split but the first, each predicted once; bits per byte
+    follow."""
     model = Transformer.load(reference / "folded.pt").double()
     tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", "<u2").astype(np.int64))
     total = 0.0
@@ -67,8 +85,11 @@ def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
     """A CPU without instructions for it computes it several times slower than float32."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     computes = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    for width, dtype in ((128, torch.float32), (256, torch.bfloat16 if native and computes else torch.float32)):
-        assert pick_device(Config(device="cpu", n_embd=width), 0) == (torch.device("cpu"), dtype)
+    for width, dtype in (
+        (128, torch.float32),
+        (256, torch.bfloat16 if native and computes else torch.float32),
+    ):
+        assert pick_dtype("auto", torch.device("cpu"), width) == dtype
 
 
 def test_diagnostics_are_what_they_say(reference):
@@ -78,7 +99,9 @@ def test_diagnostics_are_what_they_say(reference):
     model.norm_final.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     logits = model(idx)
     s, l2 = model.diagnostics(seen[0])
-    torch.testing.assert_close(l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0)  # float32, another order of summation
+    torch.testing.assert_close(
+        l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0
+    )  # float32, another order of summation
     torch.testing.assert_close(s, seen[0].square().mean(-1).sqrt().mean(), rtol=1e-5, atol=0)
 
 
@@ -123,7 +146,10 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     process = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not (tmp_path / "run/metrics.jsonl").exists() or b'"iter"' not in (tmp_path / "run/metrics.jsonl").read_bytes():
+    while (
+        not (tmp_path / "run/metrics.jsonl").exists()
+        or b'"iter"' not in (tmp_path / "run/metrics.jsonl").read_bytes()
+    ):
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(signum)
@@ -135,18 +161,29 @@ def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     assert_same_run(reference, tmp_path / "run")
 
 
-@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), *(pytest.param(n, "layernorm", marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize(
+    "ranks, norm", [(2, "rmsnorm"), *(pytest.param(n, "layernorm", marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
-    """The same global batch in float64, through both boundaries; the sums only change their order. 35 batches of validation for 2 or 4."""
-    knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30, gate_start=8, gate_end=22,
+    """The same global batch in float64, through both boundaries; the sums only change their order. 35
+    batches of validation for 2 or 4."""
+    knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30,
+    gate_start=8, gate_end=22,
                  batch_size=4, eval_interval=10)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
-    process = launch(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = launch(
+        *flags(tmp_path / "more", corpus, **knobs),
+        ranks=ranks,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
     for name, tensor in one["state"].items():
-        torch.testing.assert_close(more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
         assert a.keys() == b.keys()
         for k in a:
@@ -155,18 +192,24 @@ def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
 
 
 def rank_main(rank, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
     from model import ModelConfig
 
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, taper="all", aux_weight=0.1))
+    model = Transformer(
+        ModelConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, taper="all", aux_weight=0.1)
+    )
     for step in range(5):
         rng = torch.Generator().manual_seed(10 * step + rank)  # every rank sees its own tokens
         idx = torch.randint(50, (2, 16), generator=rng)
         model(idx, idx).total.backward()
         model.update_statistics(torch.distributed.all_reduce)
     model.calibrate()
-    torch.save({k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}, f"{folder}/{rank}.pt")
+    torch.save(
+        {k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}, f"{folder}/{rank}.pt"
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -193,15 +236,18 @@ def test_compiled_run_agrees(corpus, tmp_path):
 
 
 class Recorded(TorchDispatchMode):
-    """What a CUDA graph is to train.py, on a CPU: the operators of what ran inside it, with the arguments they had, done again by
-    replay() with what those tensors hold by then. Reading a value on the host is refused, as in a capture."""
+    """What a CUDA graph is to train.py, on a CPU: the operators of what ran inside it, with the arguments
+    they had, done again by replay() with what those tensors hold by then. Reading a value on the host is
+    refused, as in a capture."""
 
     def __init__(self):
         super().__init__()
         self.calls, self.replays = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), func
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), (
+            func
+        )
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
@@ -218,18 +264,24 @@ class Recorded(TorchDispatchMode):
                     old.copy_(new)
 
 
-@pytest.mark.parametrize(("norm", "taper", "accumulated"), [("rmsnorm", "all", 1), ("layernorm", "internal", 2), ("cbwc", "none", 1)])
+@pytest.mark.parametrize(
+    ("norm", "taper", "accumulated"),
+    [("rmsnorm", "all", 1), ("layernorm", "internal", 2), ("cbwc", "none", 1)],
+)
 def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, accumulated):
-    """From step to step of a phase only what tensors hold changes: the operators of its fourth step, done again, are all that the
-    later ones need, through schedules, calibration, logging and a checkpoint in between."""
+    """From step to step of a phase only what tensors hold changes: the operators of its fourth step, done
+    again, are all that the later ones need, through schedules, calibration, logging and a checkpoint in
+    between."""
     knobs = dict(norm=norm, taper=taper, gradient_accumulation_steps=accumulated, max_iters=40, gate_end=30)
     train(*flags(tmp_path / "eager", corpus, **knobs))
-    graphs, plain = [], config.pick_device
+    graphs, plain = [], machine.set_up
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Recorded()) or graphs[-1])
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
     for name in ("Stream", "set_stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(config, "pick_device", lambda cfg, rank: plain(dataclasses.replace(cfg, cuda_graph=False), rank))
+    monkeypatch.setattr(
+        machine, "set_up", lambda cfg, ranks: plain(dataclasses.replace(cfg, cuda_graph=False), ranks)
+    )
     train(*flags(tmp_path / "graph", corpus, **knobs, cuda_graph=True))
     # three steps of each phase are not replayed: 15 in the first, 15 in the second, 10 in the third
     assert [g.replays for g in graphs] == [12, 12, 7]
@@ -263,8 +315,12 @@ def test_a_run_of_before_a_knob_was_added_goes_on(corpus, tmp_path):
     torch.save(ckpt, run / "ckpt.pt")
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(head), *lines[1:]]) + "\n")
     (run / "config.json").write_text(json.dumps(settings))
-    assert identity(settings) == identity(settings | {"cuda_graph": False}) != identity(settings | {"cuda_graph": True})
-    assert read_run(run)[0]["settings"]["cuda_graph"] is False  # as report.py sees it
+    assert (
+        identity(settings)
+        == identity(settings | {"cuda_graph": False})
+        != identity(settings | {"cuda_graph": True})
+    )
+    assert read_finished(run)[0]["settings"]["cuda_graph"] is False  # as report.py sees it
     train("--init_from=resume", f"--out_dir={run}")
     assert_same_run(run, tmp_path / "whole")
 
@@ -277,7 +333,9 @@ def test_a_step_as_a_cuda_graph(corpus, tmp_path, compile):
     for name, graph in (("eager", False), ("graph", True)):
         train(*flags(tmp_path / name, corpus, **knobs, cuda_graph=graph))
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
-        assert a["train/ce"] == pytest.approx(b["train/ce"], rel=1e-3)  # float32 sums in another order, over 40 steps
+        assert a["train/ce"] == pytest.approx(
+            b["train/ce"], rel=1e-3
+        )  # float32 sums in another order, over 40 steps
 
 
 def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):
@@ -292,15 +350,24 @@ sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    process = launch(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), script=tmp_path / "looking.py", env=env, stdout=-1)
+    process = launch(
+        *flags(tmp_path / "run", corpus, max_iters=16, gate_end=16),
+        script=tmp_path / "looking.py",
+        env=env,
+        stdout=-1,
+    )
     lines = process.communicate(timeout=300)[0].splitlines()
     assert process.returncode == 0 and lines.count("zero") == 16 and "subnormal" not in lines
 
 
 def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
-    knobs = dict(learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, log_interval=2, ckpt_interval=1)
+    knobs = dict(
+        learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, log_interval=2, ckpt_interval=1
+    )
     status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
-    assert re.search(r"step \d+: non-finite (output|gradient) of \w+", status) and len(status.splitlines()) == 1
+    assert (
+        re.search(r"step \d+: non-finite (output|gradient) of \w+", status) and len(status.splitlines()) == 1
+    )
     kept = final(tmp_path / "run")
     assert all(torch.isfinite(t).all() for t in kept["state"].values())
     assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
@@ -309,14 +376,26 @@ def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, c
 def test_wandb_offline(corpus, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    train(*flags(tmp_path / "run", corpus, max_iters=10, gate_start=3, gate_end=8, wandb_log=True, wandb_mode="offline"))
+    train(
+        *flags(
+            tmp_path / "run",
+            corpus,
+            max_iters=10,
+            gate_start=3,
+            gate_end=8,
+            wandb_log=True,
+            wandb_mode="offline",
+        )
+    )
     assert list((tmp_path / "run/wandb").glob("offline-run-*"))
 
 
 def test_sample_from_every_file(reference, capsys):
     texts = []
     for name in ("", "ckpt.pt", "unfused.pt", "folded.pt"):
-        train(reference / name, "--prompt=def ", "--temperature=0", "--max_new_tokens=12", program="sample.py")
+        train(
+            reference / name, "--prompt=def ", "--temperature=0", "--max_new_tokens=12", program="sample.py"
+        )
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1 and texts[0].startswith("def ") and len(texts[0]) > 5
 
@@ -357,7 +436,9 @@ def test_refused_corpora(corpus, tmp_path, capsys):
         return refused(capsys, *flags(tmp_path / "run", folder))
 
     def edit(**values):
-        return lambda f: (f / "meta.json").write_text(json.dumps({**json.loads((f / "meta.json").read_text()), **values}))
+        return lambda f: (f / "meta.json").write_text(
+            json.dumps({**json.loads((f / "meta.json").read_text()), **values})
+        )
 
     assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
     assert "beyond the vocabulary" in broken("ids", edit(vocab_size=390))
@@ -379,7 +460,9 @@ def test_refused_run_folders(reference, corpus, tmp_path, capsys):
     (tmp_path / "cut/ckpt.pt").write_bytes(before["ckpt.pt"][:5000])
     assert "cut short" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
     (tmp_path / "cut/ckpt.pt").write_bytes(before["folded.pt"])
-    assert "not a training checkpoint" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
+    assert "not a training checkpoint" in refused(
+        capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}"
+    )
 
 
 def test_refused_samples(reference, tmp_path, capsys):
@@ -429,7 +512,11 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
     for command in said.splitlines()[-1].removeprefix("next: ").split("    or    "):
         program, path = shlex.split(command)[1:3]
         assert Path(path) == out
-        extra = ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"] if program == "bench.py" else ["--prompt=x", "--max_new_tokens=2"]
+        extra = (
+            ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"]
+            if program == "bench.py"
+            else ["--prompt=x", "--max_new_tokens=2"]
+        )
         train(path, *extra, program=program)
 
 

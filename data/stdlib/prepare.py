@@ -16,34 +16,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import BadInput, Count, hold_folder, one_line_errors, parse
-from data import check_vocab_size, prepare
+from data import prepare
+from data.tokenizer import check_vocab_size
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import hold_folder
+from nanonorm.typed import Count
 
-# What is installed beside the library, tests (twice its size, much of it data and often not installed), and the
-# tables of encodings: 1.4 MB of lines that differ in a number, which took tokens such as "LETTER" for themselves.
+# Packages installed beside the library; its tests, twice its size, much of it data and often not installed;
+# tables of encodings, 1.4 MB of lines that differ in a number and would claim tokens of their own ("LETTER").
 SKIP_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-SKIP_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")  # how this one interpreter was compiled and set up
+SKIP_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")  # how this interpreter was built and set up
 MIN_BYTES = 1_000_000
 
 
 @dataclass
 class Knobs:
     vocab_size: Count = 2048  # token ids, 65536 at most
-    out_dir: str | None = None  # folder to write; None: the one of this file
+    out_dir: str | None = None  # folder to write; None: the folder of this file
 
 
 def library_files(root: Path) -> list[str]:
-    """Paths of the library's modules relative to `root`, with / between, sorted."""
+    """Paths of the library's modules relative to `root`, with / between the names, sorted."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIP_FOLDERS and not f.startswith(SKIP_PREFIXES)]
         paths = [Path(folder) / f for f in files if f.endswith(".py") and not f.startswith(SKIP_PREFIXES)]
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # a dangling link is none
+        there = [path for path in paths if path.is_file()]  # a link may dangle
+        found += [path.relative_to(root).as_posix() for path in there]
     return sorted(found)
 
 
 def read_files(root: Path, paths: list[str]):
-    """Yield each file as a part; empty ones, and the few in another encoding than UTF-8, are no documents."""
+    """Yield each file as a part, except empty ones and the few that are not UTF-8. Raises: BadInput."""
     for path in paths:
         try:
             text = (root / path).read_bytes().decode()
@@ -60,12 +65,14 @@ def main():
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
     check_vocab_size(knobs.vocab_size)
-    root, version = Path(sysconfig.get_path("stdlib")), f"{platform.python_implementation()} {platform.python_version()}"
+    root = Path(sysconfig.get_path("stdlib"))
+    version = f"{platform.python_implementation()} {platform.python_version()}"
     paths = library_files(root)
     size = sum((root / path).stat().st_size for path in paths)
     if size < MIN_BYTES:
-        raise BadInput(f"this {version} came without its library's source ({size:,} bytes of .py in {root}); run prepare.py with one from "
-                       "python.org, a package manager, conda or uv")  # fmt: skip
+        found = f"{size:,} bytes of .py in {root}"
+        remedy = "run prepare.py with a Python from python.org, a package manager, conda or uv"
+        raise BadInput(f"this {version} came without its library's source ({found}); {remedy}")
     val = {path for path in paths if zlib.crc32(path.encode()) % 20 == 0}
     train = [path for path in paths if path not in val]
     print(f"stdlib: the library of {version}, {len(paths)} files, {size:,} bytes", flush=True)

@@ -17,13 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import BadInput, Count, atomic_write, hold_folder, one_line_errors, parse
-from data import END, check_vocab_size, prepare, progress
+from data import prepare, progress
+from data.tokenizer import END, check_vocab_size
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import atomic_write, hold_folder
+from nanonorm.typed import Count
 
 HUB_NAME = "roneneldan/TinyStories"
-HUB_TIMEOUT_S = 10  # of the first question to the hub only; reading the stories keeps the client's own patience
+HUB_TIMEOUT_S = 10  # for the first question to the hub; reading the stories keeps the client's own timeouts
 WAYS_OUT = "run this where the hub can be reached, or give local files with --text=... --val_text=..."
-CUT = 1 << 16  # bytes, about, of a story held at once; tokenizing is 2.3 times as fast as in stretches of 1 MiB
+CUT = 1 << 16  # about so many bytes of a story at once; tokenizing is 2.3 times as fast as with 1 MiB
 
 
 @dataclass
@@ -31,20 +35,21 @@ class Knobs:
     text: str | None = None  # local file of training stories; None: the hub
     val_text: str | None = None  # local file of validation stories; goes with --text
     vocab_size: Count = 10_000  # token ids, 65536 at most
-    out_dir: str | None = None  # folder to write; None: the one of this file
+    out_dir: str | None = None  # folder to write; None: the folder of this file
 
 
 def stories(path: str | Path):
     """Yield the stories of a file as parts (text, ends), without the white space at their ends.
 
-    A story longer than CUT comes in several, cut after line ends, so a file without a single END is read in
-    bounded memory too. Raises: BadInput.
+    A story longer than CUT comes in several parts, cut after line ends: so even a file without a single END
+    is read in bounded memory. Raises: BadInput.
     """
     lines, size, is_cut, number = [], 0, False, 1
-    decoder = codecs.getincrementaldecoder("utf-8")()  # a very long line may be read up to the middle of a character
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a piece of a long line may end inside a character
     try:
         with open(path, "rb") as f:  # in bytes, so that an error can name its line
-            for raw in itertools.chain(iter(lambda: f.readline(CUT), b""), [END.encode()]):  # the file's end ends a story too
+            lines_of_file = iter(lambda: f.readline(CUT), b"")
+            for raw in itertools.chain(lines_of_file, [END.encode()]):  # the end of the file ends a story too
                 line = decoder.decode(raw)
                 number += raw.endswith(b"\n")
                 if line.strip() != END:
@@ -67,33 +72,40 @@ def stories(path: str | Path):
 def hub_stories():
     """Ask the hub for the data set. Returns: (its revision, a function from split to a stream of stories).
 
-    Raises: BadInput, which names the ways out, also while streaming.
+    Raises: BadInput that names the ways out, here and later from the stream.
     """
     try:
         import datasets
         import huggingface_hub
     except ImportError as e:
-        raise BadInput(
-            f"reading the hub needs the package datasets ({e}); pip install datasets, or give --text=... --val_text=..."
-        ) from None
+        remedy = "pip install datasets, or give --text=... --val_text=..."
+        raise BadInput(f"reading the hub needs the package datasets ({e}); {remedy}") from None
     try:
-        # Left alone, the client retries for half a minute where there is no network. One question first tells at once.
+        # Without a network the client would retry for half a minute. One question first tells at once.
         revision = huggingface_hub.HfApi().dataset_info(HUB_NAME, timeout=HUB_TIMEOUT_S).sha
-    except Exception as e:  # which type depends on the client's version and on what is between here and the hub
-        raise BadInput(f"cannot reach {HUB_NAME} on the Hugging Face hub ({type(e).__name__}: {str(e)[:100]}); {WAYS_OUT}") from None
+    except Exception as e:  # its type depends on the client's version and on the network in between
+        raise BadInput(f"cannot reach {HUB_NAME} on the Hugging Face hub ({brief(e)}); {WAYS_OUT}") from None
 
     def stream(split: str):
         try:
             for row in datasets.load_dataset(HUB_NAME, split=split, revision=revision, streaming=True):
                 yield row["text"], True
         except Exception as e:  # likewise
-            raise BadInput(f"lost {HUB_NAME} on the hub ({type(e).__name__}: {str(e)[:100]}); try again, or {WAYS_OUT}") from None
+            raise BadInput(f"lost {HUB_NAME} on the hub ({brief(e)}); try again, or {WAYS_OUT}") from None
 
     return revision, stream
 
 
+def brief(e: Exception) -> str:
+    """An exception's type, and the beginning of what it says."""
+    return f"{type(e).__name__}: {str(e)[:100]}"
+
+
 def download(out_dir: Path, stream) -> tuple[Path, Path]:
-    """Write both splits of the hub to local files, since the training split is read twice. Returns: (train, val)."""
+    """Write the hub's splits to local files, since the training split is read twice.
+
+    Returns: their paths (train, val).
+    """
     folder = out_dir / "download.tmp"
     folder.mkdir(exist_ok=True)
     for split in ("train", "validation"):
@@ -112,7 +124,7 @@ def main():
     check_vocab_size(knobs.vocab_size)
     for path in (knobs.text, knobs.val_text):
         if path is not None and not os.path.isfile(path):
-            raise BadInput(f"{path!r} is no file; give UTF-8 text in which a line {END} follows every story")
+            raise BadInput(f"{path!r} is not a file; give UTF-8 text in which a line {END} ends every story")
 
     if knobs.text is None:
         revision, stream = hub_stories()
@@ -121,7 +133,10 @@ def main():
         source = f"{knobs.text} (train) and {knobs.val_text} (val)"
     with hold_folder(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
         try:
-            train, val = (knobs.text, knobs.val_text) if knobs.text else download(out_dir, stream)
+            if knobs.text is None:
+                train, val = download(out_dir, stream)
+            else:
+                train, val = knobs.text, knobs.val_text
             prepare(lambda: stories(train), lambda: stories(val), out_dir, knobs.vocab_size, source)
         finally:
             shutil.rmtree(out_dir / "download.tmp", ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The ground floor: what every room above stands on. It imports nothing of the project."""

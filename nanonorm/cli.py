@@ -1,0 +1,134 @@
+"""From a command line and config files to typed settings.
+
+    python train.py config/a.py config/b.py --key=value
+
+starts from the defaults of a dataclass, runs the files in order, then applies the flags. A knob is one line
+of the dataclass: name, type with its range, default, and the comment that `--help` prints. Config files are
+plain assignments, run as the Python they are, each in a namespace of its own; names with a leading
+underscore are scratch.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import os
+import shlex
+import stat
+import sys
+import tokenize
+import traceback
+import types
+import warnings
+from pathlib import Path
+
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+from nanonorm.typed import check, check_text, hints, in_words
+
+
+def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
+    """Read a command line.
+
+    Args: cls: dataclass of knobs; argv: the words after the command; files: positional words are config
+    files, run in order before the flags; otherwise they are returned.
+    Returns: (instance of cls, names set explicitly, positional words). `--help` prints and exits.
+    Raises: BadInput.
+    """
+    if "--help" in argv or "-h" in argv:
+        print_help(cls, usage)
+        sys.exit(0)
+    config, explicit, words = cls(), set(), [a for a in argv if not a.startswith("--")]
+    for path in words if files else []:
+        for name, value in run_file(path).items():
+            set_knob(config, name, value, path)
+            explicit.add(name)
+    for flag in (a for a in argv if a.startswith("--")):
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            raise BadInput(f"{flag}: flags are written --key=value")
+        set_knob(config, name, text, "command line", text=True)
+        explicit.add(name)
+    return config, explicit, words
+
+
+def set_knob(config, name: str, value, where: str, text: bool = False):
+    """Set one knob, from a value or from a flag's text. Raises: BadInput with `where` it stood and what is
+    allowed, or the nearest key for a name that is none."""
+    kinds = hints(type(config))
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+        raise BadInput(f"{where}: unknown key {name!r}; {hint}")
+    try:
+        setattr(config, name, (check_text if text else check)(kinds[name], value))
+    except ValueError:
+        raise BadInput(f"{where}: {name} must be {in_words(kinds[name])}, not {shown(value)}") from None
+
+
+def shown(value) -> str:
+    """A value short enough for an error message."""
+    if isinstance(value, int) and abs(value) >> 1000:
+        return "so large an int"
+    try:
+        return f"{str(value)[:60]!r}"
+    except (ValueError, RecursionError):  # an int of thousands of digits inside it, or lists thousands deep
+        return f"such a {type(value).__name__}"
+
+
+def run_file(path: str) -> dict:
+    """Execute a config file in a namespace of its own; returns its public names.
+
+    It is code that runs as the user, so a file that others may write is refused. What it imports is the
+    checkout's own code, as model.py is, and is trusted like it.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            mode, source = os.fstat(f.fileno()).st_mode, f.read()
+    except FileNotFoundError:
+        names = [p.stem for p in (ROOT / "config").glob("[!_]*.py")]
+        near = difflib.get_close_matches(Path(path).stem, names, n=1)
+        hint = f"; did you mean {ROOT / 'config' / near[0]}.py?" if near else ""
+        raise BadInput(f"no config file {path}{hint}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"cannot read config file {path}: {e}") from None
+    if os.name == "posix" and mode & stat.S_IWOTH:  # elsewhere the bit says nothing
+        remedy = f"read it, then chmod o-w {shlex.quote(path)}"
+        raise BadInput(f"anyone can write {path}, and it would run as you: {remedy}")
+    space = {"__name__": "config_file", "__file__": path}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python's remarks on odd syntax
+            code = compile(source, path, "exec")
+        exec(code, space)
+    except SyntaxError as e:
+        raise BadInput(f"{e.filename or path}:{e.lineno or 1}: {e.msg}") from None
+    except (Exception, SystemExit) as e:
+        line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        place = f"{path}:{line[-1] if line else '?'}"
+        raise BadInput(f"{place}: {type(e).__name__}: {' '.join(str(e).split())}") from None
+    return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def comments(cls) -> dict[str, str]:
+    """Name -> comment of every knob of a dataclass, read from its source and from that of its bases."""
+    found = {}
+    for c in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(c):
+            continue
+        source = inspect.getsource(vars(c).get("declared_by", c))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        of_line = {t.start[0]: t.string.removeprefix("# ") for t in tokens if t.type == tokenize.COMMENT}
+        for node in ast.parse(source).body[0].body:
+            if isinstance(node, ast.AnnAssign):
+                lines = range(node.lineno, node.end_lineno + 1)
+                found[node.target.id] = " ".join(of_line[line] for line in lines if line in of_line)
+    return {f.name: found[f.name] for f in dataclasses.fields(cls)}
+
+
+def print_help(cls, usage: str):
+    """Print the usage line and every knob with its default, its comment and what it allows."""
+    print(usage + "\n")
+    kinds, notes = hints(cls), comments(cls)
+    for f in dataclasses.fields(cls):
+        print(f"  --{f.name}={f.default}\n        {notes[f.name]} [{in_words(kinds[f.name])}]")

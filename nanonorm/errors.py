@@ -1,0 +1,51 @@
+"""Bad input is one line on stderr and exit status 2, in every command."""
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+
+class BadInput(Exception):
+    """What the user gave cannot be used. One line: what is wrong, where, and what to do about it."""
+
+
+class ModelError(ValueError):
+    """A configuration that makes no sense, a file that is not a model, a fold that fails its proof. One
+    line."""
+
+
+class BadFile(ModelError):
+    """A model file that is missing, damaged, or not a model file at all."""
+
+
+@contextlib.contextmanager
+def one_line_errors(*also: type[Exception]):
+    """Turn BadInput, ModelError, the types in `also`, full memory and failed I/O into one line and status
+    2."""
+    with contextlib.suppress(AttributeError):  # stdout may be missing, or a notebook's own object
+        sys.stdout.reconfigure(errors="backslashreplace")  # a character the terminal cannot show ends no run
+    try:
+        yield
+    except (BadInput, ModelError, *also) as e:
+        leave(str(e))
+    except (RuntimeError, MemoryError) as e:
+        if not isinstance(e, MemoryError) and not re.search("allocate|out of memory", str(e)):
+            raise
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        leave(f"not enough memory ({reason}); make the model or the batch smaller")
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT; the terminal has shown ^C already
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # 128 + SIGPIPE
+    except OSError as e:  # a name too long, a folder that may not be searched: what no caller foresaw
+        what = "reading or writing failed" if e.filename is None else f"cannot use {e.filename}"
+        leave(f"{what}: {e.strerror or e}; name another path")
+
+
+def leave(message: str):
+    """Print "program: message" on one line of stderr and exit with status 2."""
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

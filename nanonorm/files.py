@@ -1,0 +1,209 @@
+"""A file is whole or absent, a folder has one writer, and a model file is checked before anything in it is
+used."""
+
+import contextlib
+import errno
+import json
+import os
+import warnings
+import zipfile
+from pathlib import Path
+
+from nanonorm.errors import BadFile, BadInput, ModelError
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: folders are not locked there
+    fcntl = None
+
+ROOT = Path(__file__).resolve().parent.parent  # the checkout
+FORMAT = 1  # of a model file, in its meta; a file without the number is of format 1
+
+
+@contextlib.contextmanager
+def writing(path: str | Path):
+    """Turn an OSError (full disk, read-only folder, folder gone) into BadInput that names `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as e:
+        # torch.save reports a failed write as RuntimeError raised from, or while handling, the OSError
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError):
+            raise
+        reason = cause.strerror or cause
+        raise BadInput(f"cannot write {path}: {reason}; free the disk or name another folder") from e
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
+    """Open a file beside `path` for writing; on success sync it and rename it over `path`, else remove it.
+
+    A reader sees the old file or the new one, never a part, whatever kills the writer. What stood at `path`
+    stays as `kept`, if that is given. OSError (full disk, read-only folder) becomes BadInput.
+    """
+    path = Path(path)
+    tmp = path.with_name(path.name + ".tmp")
+    with writing(path):
+        still_held(path.parent)
+    try:
+        with writing(path):
+            with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            still_held(path.parent)
+            if kept is not None:
+                keep_previous(path, kept)
+            os.replace(tmp, path)
+            sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        raise
+
+
+def keep_previous(path: Path, kept: Path):
+    """Hard-link `path` to `kept`, so that it outlives its replacement. Without hard links rename it, and
+    `path` is briefly missing."""
+    if path.exists():
+        tmp = kept.with_name(kept.name + ".tmp")
+        try:
+            os.link(path, tmp)
+        except OSError:
+            os.replace(path, kept)
+        else:
+            os.replace(tmp, kept)
+            tmp.unlink(missing_ok=True)  # both may be names of one file: then the rename does nothing
+
+
+def sync_folder(folder: Path):
+    """A rename must survive a power cut too. Windows has no handle of a folder to sync."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+HELD: dict[Path, int] = {}  # folder -> handle, while hold_folder holds it
+
+
+@contextlib.contextmanager
+def hold_folder(path: str | Path):
+    """Make a folder and lock it: two processes that write the same files would spoil both. Yields its Path.
+
+    Without fcntl (Windows), and on network file systems without locks, nothing keeps a second process out.
+    Raises: BadInput.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+    except OSError as e:
+        raise BadInput(f"cannot make the folder {path}: {e.strerror}; name another --out_dir") from None
+    if handle is None:
+        yield folder
+        return
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        remedy = "wait for it, or name another --out_dir"
+        raise BadInput(f"another process is at work in {path}; {remedy}") from None
+    except OSError:
+        pass  # a file system without locks: one process at a time is safe all the same
+    HELD[folder] = handle
+    try:
+        yield folder
+    finally:
+        del HELD[folder]
+        os.close(handle)  # a process that dies lets go as well
+
+
+def still_held(folder: Path):
+    """BadInput if `folder`, which this process holds, was removed and made again: another process may be
+    writing it."""
+    if folder in HELD and not os.path.samestat(os.fstat(HELD[folder]), os.stat(folder)):
+        said = f"{folder} was removed and made again while this process was at work in it"
+        raise BadInput(f"{said}; nothing more is written there")
+
+
+def write_file(payload: dict, path: Path, kept: Path | None = None):
+    """Write a model file or checkpoint. Raises: BadInput."""
+    import torch  # here, because a prepare.py writes files too and starts faster without it
+
+    with atomic_write(path, kept=kept) as f:
+        torch.save(payload, f)
+
+
+def json_object(text: str | bytes) -> dict:
+    """The JSON object that a text is, without NaN or Infinity. Raises: ValueError."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    if isinstance(text, bytes):
+        text = text.decode()  # json would guess at encodings, and take what is not quite UTF-8
+    try:
+        found = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
+def read_file(path) -> dict:
+    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it.
+
+    torch.save writes a CRC-32 of every tensor, which torch.load does not look at; this does.
+    Raises: BadFile, or another ModelError for a file of another format.
+    """
+    import torch
+
+    path = Path(path)
+    try:
+        with (
+            open(path, "rb") as f,
+            warnings.catch_warnings(action="ignore"),
+        ):  # torch's remarks on pickles it refuses
+            if (member := zipfile.ZipFile(f).testzip()) is not None:
+                raise ValueError(f"{member} fails its checksum")
+            f.seek(0)
+            file = torch.load(f, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise BadFile(f"no model file {path}") from None
+    except IsADirectoryError:
+        raise BadFile(f"{path} is a folder; name a .pt file in it") from None
+    except Exception as e:
+        of_the_file = (None, errno.EINVAL)  # EINVAL: an offset that a damaged file names
+        disk = isinstance(e, OSError) and e.errno not in of_the_file
+        if disk or isinstance(e, MemoryError) or "allocate" in str(e):
+            raise  # the file may be as good as ever
+        reason = str(e).split(". ")[0].split("\n")[0][:120] or type(e).__name__
+        what = "it is damaged, cut short or was not written by this project"
+        raise BadFile(f"{path} cannot be read as a model file: {what} ({reason})") from None
+    if not (
+        isinstance(file, dict) and all(isinstance(file.get(k), dict) for k in ("config", "state", "meta"))
+    ):
+        raise BadFile(f"{path} is not a model file of this project: it lacks config, state or meta")
+    if (version := file["meta"].get("format", 1)) != FORMAT:
+        raise ModelError(
+            f"{path} is of format {str(version)[:20]}, and this version reads format {FORMAT}; "
+            "use the version that wrote it"
+        )
+    wrong = [name for name, t in file["state"].items() if not is_plain(t)]
+    if wrong or "tok_emb.weight" not in file["state"]:
+        name = (wrong or ["tok_emb.weight"])[0]
+        raise BadFile(f"{path} is not a model file of this project: its state has no float tensor {name}")
+    return file
+
+
+def is_plain(t) -> bool:
+    """Whether `t` is a dense float tensor that holds its values: not meta, sparse, quantized or 8-bit."""
+    import torch
+
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return isinstance(t, torch.Tensor) and t.dtype in dtypes and t.is_cpu and t.layout == torch.strided

@@ -1,0 +1,217 @@
+"""metrics.jsonl: its first line says what a run is, each later one is an object of metrics with the step,
+`iter`.
+
+One parser reads it, for a run that goes on and for a report alike.
+"""
+
+import json
+import math
+import os
+import statistics
+import sys
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import Field, ValidationError
+
+from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write, json_object, writing
+from nanonorm.typed import Record, why
+
+
+class BadLog(BadInput):
+    """A log that is damaged or of another version. The message names the file and the line."""
+
+
+class Resumed(Record):
+    iter: int
+    versions: dict
+
+
+class Line(Record):
+    """What every line has in common; of the first one `iter` is 0."""
+
+    iter: int = 0
+    train_loss: float | None = Field(None, alias="train/loss")
+    resumed: list[Resumed] = Field(default_factory=list)
+
+
+class Corpus(Record):
+    source: str
+    tokenizer_sha256: str
+    train_tokens: int
+    val_tokens: int
+    vocab_size: int
+
+
+class Versions(Record):
+    torch: str
+    device: str
+    commit: str | None
+
+
+class Header(Record):
+    """The first line, as far as a report needs it."""
+
+    settings: dict
+    corpus: Corpus
+    versions: Versions
+    parameters: int
+    resumed: list[Resumed] = Field(default_factory=list)
+
+
+class Log(NamedTuple):
+    header: dict
+    lines: list[dict]  # after the header
+    cut: bool  # a kill cut the last line, which is not among them
+
+
+def check_header(header: dict):
+    """Raises: BadLog for the first line of another version."""
+    try:
+        Header.model_validate(header)
+    except ValidationError as e:
+        raise BadLog(f"written by another version ({why(e)})") from None
+
+
+def entries(content: bytes) -> list[dict | str]:
+    """Each line as an object, or as the reason why it is none. A whole file ends with a line that is
+    empty."""
+    found = []
+    for text in content.split(b"\n"):
+        try:
+            line = json_object(text)
+            Line.model_validate(line)
+            found.append(line)
+        except ValidationError as e:
+            found.append(why(e))
+        except ValueError as e:
+            found.append(str(e))
+    return found
+
+
+def read_log(path: Path) -> Log:
+    """Raises: BadLog for a damaged line, unless it is the last and has no line end: a kill cuts lines.
+    OSError."""
+    content = path.read_bytes()
+    *found, last = entries(content)
+    for number, line in enumerate(found, 1):
+        if isinstance(line, str):
+            raise BadLog(f"{path}:{number} is damaged ({line})")
+    if isinstance(last, dict):
+        found.append(last)
+    if not found:
+        raise BadLog(f"{path} has no whole line")
+    cut = isinstance(last, str) and not content.endswith(b"\n")
+    return Log(found[0], found[1:], cut)
+
+
+def lines_until(path: Path, step: int) -> list[dict]:
+    """The lines of a log up to `step`: what a killed run logged after its last checkpoint will be logged
+    again.
+
+    Raises: BadLog for a line that is damaged or out of order, unless it is the last, which the kill may
+    have cut.
+    """
+    kept, before, beyond = [], -1, None
+    found = entries(path.read_bytes()) if path.exists() else []
+    for number, line in enumerate(found, 1):
+        damaged = isinstance(line, str) or (number == 1 and "settings" not in line)
+        at = None if damaged else line.get("iter", 0)
+        if not damaged and at > step:
+            beyond = beyond or number  # from here on all is logged again, whatever the lines say
+        elif not damaged and at > before and not beyond:
+            kept.append(line)
+            before = at
+        elif not damaged or not (beyond or number == len(found)):
+            place = f"{path}:{beyond or number}"
+            raise BadLog(f"{place} is damaged, and the log behind it would be lost; mend or remove that line")
+    return kept
+
+
+class Writer:
+    """Appends to the metrics.jsonl of a run at `step`, once what lies beyond that step is cut off.
+
+    Args: logged: lines that the checkpoint knows of; ran_with: the versions it was written with. Lines that
+    are missing, and versions that differ, are told on stderr; the latter in the first line too. Raises:
+    BadInput.
+    """
+
+    def __init__(self, path: Path, header: dict, step: int, logged: int, ran_with: dict):
+        self.path = path
+        lines = lines_until(path, step)
+        if step and not lines:
+            say(f"{path} is gone; the log begins anew at step {step}")
+        elif step and len(lines) - 1 < logged:
+            say(f"{path} has {len(lines) - 1} lines up to step {step} of {logged}")
+        lines = lines if step and lines else [header]
+        # what others went on with from here was lost with the steps they made
+        resumed = [again for again in lines[0].get("resumed", []) if again["iter"] < step]
+        versions = header["versions"]
+        changed = {k: v for k, v in versions.items() if ran_with.get(k, "unknown") != v}
+        if step and changed:
+            told = ", ".join(f"{k} {v} in place of {ran_with.get(k, 'unknown')}" for k, v in changed.items())
+            say(f"going on with {told}: not the same run to the bit")
+            resumed.append({"iter": step, "versions": versions})
+        lines[0]["resumed"] = resumed
+        with atomic_write(path, "w") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+        losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]
+        self.recent = deque(losses, maxlen=20)
+        self.logged = len(lines) - 1
+        with writing(path):
+            self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
+
+    def write(self, step: int, line: dict):
+        """Add a line. A loss that stands out (`spike`) is said so in it, under train/spike."""
+        if "train/loss" in line:
+            excess = spike(line["train/loss"], self.recent)
+            if excess:
+                line["train/spike"] = excess
+            self.recent.append(line["train/loss"])
+        finite = {k: v if math.isfinite(v) else None for k, v in line.items()}  # JSON has no nan
+        with writing(self.path):
+            self.file.write(json.dumps({"iter": step, **finite}) + "\n")
+            self.file.flush()
+        self.logged += 1
+
+    def sync(self):
+        """Everything written so far survives a power cut."""
+        with writing(self.path):
+            os.fsync(self.file.fileno())
+
+
+def say(message: str):
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+
+
+def spike(loss: float, before) -> float:
+    """By how many nats `loss` exceeds the median of the log lines `before` it, if that is beyond their
+    noise (6 robust standard deviations) and half a nat; else 0."""
+    if len(before) < 5:
+        return 0.0
+    median = statistics.median(before)
+    noise = 1.4826 * statistics.median(abs(x - median) for x in before)
+    excess = loss - median
+    return excess if excess > max(0.5, 6 * noise) else 0.0
+
+
+def start_wandb(cfg, run_id: str):
+    """The wandb run of a training run, new or gone on with. cfg: settings with the wandb_* knobs and out_dir.
+    Raises: BadInput if wandb is missing or refuses."""
+    if cfg.wandb_mode != "online":
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
+    name = cfg.wandb_run_name or Path(cfg.out_dir).name
+    try:
+        import wandb
+
+        return wandb.init(
+            project=cfg.wandb_project, name=name, config=asdict(cfg), id=run_id, resume="allow",
+            mode=cfg.wandb_mode, dir=cfg.out_dir,
+        )  # fmt: skip
+    except ImportError:
+        raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
+    except Exception as e:  # no login, no network, a refused project: wandb has many ways to say so
+        raise BadInput(f"wandb does not start ({e}); use --wandb_mode=offline or --wandb_log=False") from None

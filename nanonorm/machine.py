@@ -1,0 +1,203 @@
+"""Where a run computes: the device, its number type, its memory and graphs, and what that machine is."""
+
+import contextlib
+import ctypes
+import math
+import platform
+import re
+import subprocess
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+
+# ---------------------------------------------------------------------------------------------------------
+# device and number type
+
+
+def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
+    """The device and number type of a training run, set up for it.
+
+    Args: cfg: settings with the knobs of config.Config; ranks: a nanonorm.ranks.Ranks. Raises: BadInput for
+    what does not work here."""
+    if cfg.gradient_accumulation_steps % ranks.size:
+        steps = f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"
+        raise BadInput(f"{steps} must be a multiple of the {ranks.size} ranks")
+    device = pick_device(cfg.device, ranks.local)
+    if cfg.cuda_graph and device.type != "cuda":
+        raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; use --cuda_graph=False")
+    if cfg.cuda_graph and ranks.size > 1:
+        raise BadInput("cuda_graph=True is for a single GPU; under torchrun use --cuda_graph=False")
+    dtype = pick_dtype(cfg.dtype, device, cfg.n_embd)
+    if cfg.cuda_graph:
+        torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
+        warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW's warm-up
+    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+        compiler_works(device)
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
+    return device, dtype
+
+
+def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+    """The device that `name` asks for: cpu, cuda, cuda:1, mps, or auto for a GPU if there is one, else the
+    CPU.
+
+    Raises: BadInput, with what works. mps (Apple) is taken where torch has it, but was never tried.
+    """
+    gpu = torch.cuda.is_available()
+    asked = name
+    if name == "auto":
+        asked = "cuda" if gpu else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, UnicodeError):
+        works = "cuda" if gpu else "cpu"
+        raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
+    """The number type of a training run: `name`, or for auto bfloat16 (by autocast) where it is faster.
+
+    Raises: BadInput if the device has no such arithmetic.
+    """
+    if device.type == "cuda":
+        bf16 = torch.cuda.is_bf16_supported()
+    elif device.type == "cpu":
+        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        bf16 = False  # mps: its autocast was never tried
+    if name == "bfloat16" and not bf16:
+        raise BadInput(f"{device} has no bfloat16 arithmetic; use --dtype=float32")
+    if name == "float64" and device.type == "mps":
+        raise BadInput("mps has no float64; use --dtype=float32")
+    if name == "auto":
+        name = "bfloat16" if bf16 and bfloat16_pays(device.type, n_embd) else "float32"
+    return getattr(torch, name)
+
+
+def bfloat16_pays(device_type: str, n_embd: int) -> bool:
+    """Whether autocast to bfloat16 makes a training step faster: on a GPU, and on a CPU that has
+    instructions for it where the products are wide enough to pay for the casts. Other CPUs emulate it, and
+    are slower (results/speed.md)."""
+    return device_type == "cuda" or (n_embd >= 256 and torch.cpu._is_avx512_bf16_supported())
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The type that sums are kept in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def keep_freed_memory():
+    """Have the C library keep the memory that CPU tensors free, instead of returning it and paging in zeros
+    again.
+
+    A training step allocates and frees a gigabyte in pieces of megabytes; results/speed.md has what this
+    gains. It needs glibc and does nothing elsewhere.
+    """
+    with contextlib.suppress(
+        AttributeError, OSError, TypeError
+    ):  # no mallopt, no C library to be found by that name
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks, too, come from the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+class Replayed:
+    """Runs `function`, of tensors to tensors, as a CUDA graph: three eager warm-ups, one capture, then
+    replays.
+
+    From call to call only what tensors hold may differ. The warm-ups let libraries and the compiler set
+    themselves up. Every replay returns the same tensors, overwritten. The current stream must not be the
+    default one, on which nothing can be captured.
+    """
+
+    warmup = 3
+
+    def __init__(self, function):
+        self.function, self.calls, self.graph = function, 0, None
+
+    def __call__(self, *inputs):
+        self.calls += 1
+        if self.calls <= self.warmup:
+            return self.function(*inputs)
+        if self.graph is None:
+            self.graph, self.inputs = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.function(*self.inputs)
+        for kept, new in zip(self.inputs, inputs, strict=True):
+            kept.copy_(new)
+        self.graph.replay()
+        return self.outputs
+
+
+def compiler_works(device: torch.device):
+    """Try torch.compile on a small function. Raises: BadInput if it fails."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    except Exception as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        remedy = "install a C++ compiler, or use --compile=False"
+        raise BadInput(f"torch.compile does not work here ({reason}); {remedy}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what it is
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product on this device, best of 10: what 100% MFU means here."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, best = torch.randn(n, n, device=device, dtype=dtype), math.inf
+    for _ in range(10):
+        t = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - t)
+    return 2 * n**3 / best
+
+
+def processor(device: torch.device) -> str:
+    """Name of a device's hardware; of a CPU its architecture, where the system tells no more."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):  # Linux
+        if name := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return name[1]
+    return platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with -dirty if files differ from it; None outside git."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions(device: torch.device) -> dict:
+    """The code and software that make a run, and the hardware it is on."""
+    return {
+        "commit": commit(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "processor": processor(device),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,31 @@
+"""Where a number that is not finite comes from."""
+
+import torch
+
+
+def first_nonfinite(model, batches, autocast) -> str:
+    """Name the tensor in which a non-finite value first shows when `batches` of (x, y) run through the
+    model again."""
+    found = []
+
+    def look(module, args, out):
+        out = getattr(out, "total", out)
+        if (
+            not found and out is not None and not torch.isfinite(out).all()
+        ):  # None: the anchor before its target
+            found.append(f"output of {names[module] or 'the loss'}")
+
+    names = {m: name for name, m in model.named_modules()}
+    hooks = [m.register_forward_hook(look) for m in names]
+    model.zero_grad(set_to_none=True)
+    for x, y in batches:
+        with autocast:
+            loss = model(x, y).total
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    if found:
+        return found[0]
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+    return f"gradient of {bad[-1]}" if bad else "value that does not show again here"

@@ -1,0 +1,140 @@
+"""This process among those of torchrun, and the signal that asks it to leave."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from nanonorm.errors import BadInput
+
+
+class Ranks:
+    """This process among those that torchrun started; the only one without torchrun. Alone, every method
+    but `main` does nothing, so that callers need not ask how many there are."""
+
+    def __init__(self):
+        """Raises: BadInput if the environment tells only part of where this process stands."""
+        self.rank, self.size, self.local = 0, 1, 0
+        names, env = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), os.environ
+        told = [f"{n}={env[n]}" for n in names[:3] if n in env]
+        missing = [n for n in names if n not in env]
+        if not told:
+            return
+        try:
+            self.rank, self.size = int(env["RANK"]), int(env["WORLD_SIZE"])
+            self.local = int(env.get("LOCAL_RANK", 0))
+            if not (0 <= self.rank < self.size and 0 <= self.local < self.size) or (
+                self.size > 1 and missing
+            ):
+                raise ValueError
+        except (KeyError, ValueError):
+            wrong = "which is not a rank below the number of ranks"
+            if missing:
+                wrong = f"but no {', '.join(missing)}"
+            remedy = "start with torchrun, or unset them"
+            raise BadInput(f"the environment has {', '.join(told)}, {wrong}; {remedy}") from None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes files and talks."""
+        return self.rank == 0
+
+    def start(self, device: torch.device, backend: str = "auto"):
+        """Join the others. `backend`: nccl, gloo, or auto for nccl on GPUs and gloo elsewhere."""
+        if self.size == 1:
+            return
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        store = store_of_this_attempt(*next(dist.rendezvous("env://", self.rank, self.size)))
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        # for the host's own numbers, without touching the GPU
+        self.host_group = dist.new_group(backend="gloo")
+
+    def sum(self, tensor):
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def min(self, tensor):
+        """Minimum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MIN)
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The lowest and the highest of the ranks' numbers, which live on the host."""
+        if self.size == 1:
+            return number, number
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self.host_group)
+        highest, lowest = ends.tolist()
+        return -lowest, highest
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers, which live on the host."""
+        if self.size == 1:
+            return number
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.host_group)
+        return int(tensor)
+
+    def main_first(self, function, *args):
+        """Call a function on the main rank while the others wait."""
+        if self.main:
+            function(*args)
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self):
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def store_of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """The part of the ranks' store that belongs to this attempt alone; returns once every rank has come.
+
+    After a restart torchrun's store still holds the addresses of the ranks that have died, and torch would
+    connect to those. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: the torchrun of each machine
+    counts its own. So every process draws a number that none before it had, rank 0 tells its own to all
+    numbers until every other rank has confirmed it, and that number names the attempt.
+    Raises: BadInput on rank 0, and torch's DistStoreError on the others, if a rank is not there within the
+    store's timeout."""
+    number = store.add("ranks/drawn", 1)
+    if rank == 0:
+        attempt, told, deadline = number, 0, time.monotonic() + store.timeout.total_seconds()
+        while (came := 1 + store.add(f"ranks/confirmed/{attempt}", 0)) < size:
+            if time.monotonic() > deadline:
+                waited = f"{came} of {size} ranks came within {store.timeout.total_seconds() / 60:g} minutes"
+                raise BadInput(f"{waited}; start them all again")
+            drawn = store.add("ranks/drawn", 0)
+            for other in range(told + 1, drawn + 1):  # nobody reads what the dead are told
+                store.set(f"ranks/attempt_of/{other}", str(attempt))
+            told = drawn
+            time.sleep(0.01)
+    else:
+        attempt = int(store.get(f"ranks/attempt_of/{number}"))
+        store.add(f"ranks/confirmed/{attempt}", 1)
+    return dist.PrefixStore(f"attempt/{attempt}", store)
+
+
+class Interrupt:
+    """Remembers the signal that asked this process to leave. A second Ctrl-C leaves at once; a second
+    SIGTERM is the first again, by way of torchrun."""
+
+    def __init__(self):
+        self.asked = 0
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.ask)
+
+    def ask(self, signum, frame):
+        if self.asked and signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.asked = signum
+
+    def leave_from_now_on(self):
+        """For when everything is saved: a signal then ends the process."""
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))

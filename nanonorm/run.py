@@ -1,0 +1,344 @@
+"""A run's folder: what it holds, how a run begins from it, and what is written there.
+
+    config.json  metrics.jsonl  tokenizer.model       what the run is, and its log
+    ckpt.pt  ckpt.prev.pt                              everything to go on with; the one before
+    unfused.pt  folded.pt, or model.pt                 the exports of a finished run
+
+A checkpoint is a model file with more in it: the optimizer's state, the settings (`run`) and the progress.
+"""
+
+import json
+import uuid
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from tqdm import tqdm
+
+from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.files import atomic_write, hold_folder, read_file, write_file, writing
+from nanonorm.log import Writer, say, start_wandb
+from nanonorm.machine import measure_peak
+from nanonorm.ranks import Ranks
+from nanonorm.typed import STRICT, Record, Whole, why
+
+MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
+RUN_FILES = (*MARKS, "tokenizer.model", "unfused.pt", "folded.pt", "model.pt")
+
+
+def model_file(path: str | Path) -> Path:
+    """The model file that `path` means: itself, or the first of folded.pt, model.pt, ckpt.pt in a run folder.
+    Raises: BadInput."""
+    path = Path(path)
+    if not path.is_dir():
+        if path.exists():
+            return path
+        raise BadInput(f"no model file {path}")
+    for name in ("folded.pt", "model.pt", "ckpt.pt"):
+        if (path / name).exists():
+            return path / name
+    raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# reading a checkpoint
+
+
+def sums(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != (3,) or not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ValueError("should be three finite numbers")
+    return tensor
+
+
+def printable(value):
+    if not str(value).isprintable():
+        raise ValueError("should be printable")
+    return value
+
+
+class Progress(Record):
+    """Where a run is, beside its weights and its optimizer's state."""
+
+    model_config = ConfigDict(**STRICT, arbitrary_types_allowed=True)
+
+    iter: Whole = 0  # steps done
+    run_id: str  # of wandb
+    totals: Annotated[torch.Tensor, AfterValidator(sums)] | None = None  # since the last log line: ce, aux, 1
+    val: dict[str, Any] = Field(default_factory=dict)  # what the last validation found
+    logged: Whole = 0  # lines of the log
+
+
+class RanWith(Record):
+    """The versions that wrote a checkpoint; an older one may lack some."""
+
+    versions: dict[str, Annotated[str | int | None, AfterValidator(printable)]]
+
+
+def read_checkpoint(path: Path, settings: type) -> dict:
+    """What a ckpt.pt holds, its `run` as an instance of `settings`. Raises: BadFile."""
+    file = read_file(path)
+    for part in ("run", "optimizer", "progress"):
+        if not isinstance(file.get(part), dict):
+            raise BadFile(f"{path} is not a training checkpoint: it has no {part}")
+    if type(file["progress"].get("iter")) is not int:
+        raise BadFile(f"{path} is not a training checkpoint of this version: it does not say its step")
+    try:
+        file["run"] = settings.recorded(file["run"], f"{path} is damaged")
+    except BadInput as e:
+        raise BadFile(str(e)) from None
+    return file
+
+
+def read_progress(file: dict, source: Path) -> tuple[Progress, dict]:
+    """(progress, versions that wrote it) of a checkpoint. Raises: BadInput for what no run writes."""
+    try:
+        progress = Progress.model_validate(file["progress"])
+        versions = RanWith.model_validate({"versions": file["meta"].get("versions", {})}).versions
+        if progress.totals is None or progress.iter > file["run"].max_iters:
+            raise ValueError("its sums are missing, or its step is beyond the run's last")
+    except ValidationError as e:
+        raise damaged(source, why(e)) from None
+    except ValueError as e:
+        raise damaged(source, str(e)) from None
+    return progress, versions
+
+
+def damaged(source: Path, reason: str) -> BadInput:
+    remedy = "move it away to go on from another, or start anew in another out_dir"
+    return BadInput(f"{source} is damaged ({reason:.200}); {remedy}")
+
+
+def restore(optimizer: torch.optim.Optimizer, file: dict, source: Path):
+    """Give AdamW the state that a checkpoint holds. Its first group is the one whose every parameter trains.
+
+    Raises: BadInput for what no run writes.
+    """
+    try:
+        state = {**optimizer.state_dict(), "state": file["optimizer"]["state"]}  # the settings stay
+        optimizer.load_state_dict(state)
+        needed = set(optimizer.state)
+        if file["progress"]["iter"]:  # a gain may not have trained yet, a matrix has
+            needed |= set(optimizer.param_groups[0]["params"])
+        for p in needed:
+            if not fits_adamw(optimizer.state[p], p):
+                raise ValueError(f"optimizer state of a parameter {tuple(p.shape)}")
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:
+        raise damaged(source, repr(e)) from None
+
+
+def fits_adamw(state: dict, p) -> bool:
+    """True if a step of AdamW can go on from this state of the parameter `p`."""
+    shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+    if set(state) != set(shapes):
+        return False
+    return all(state[k].shape == shape and torch.isfinite(state[k]).all() for k, shape in shapes.items())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# how a run begins
+
+
+@dataclass
+class Beginning:
+    """The settings; the model file to go on from and where it was read, None for new weights; and the
+    progress."""
+
+    settings: Any
+    file: dict | None = None
+    source: Path | None = None
+    progress: Progress = field(default_factory=lambda: Progress(run_id=uuid.uuid4().hex[:8]))
+    ran_with: dict = field(default_factory=dict)  # the versions that wrote the file
+
+
+def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning:
+    """How a run begins: from scratch, or with the checkpoint in its folder, which `held` then keeps locked.
+
+    Args: asked: settings with out_dir, init_from and the methods of config.Config; explicit: the knobs that
+    were named. Raises: BadInput, also for a folder that holds another run.
+    """
+    out_dir, settings = Path(asked.out_dir), type(asked)
+    newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
+    there = newest.exists() or previous.exists()
+    if asked.init_from == "resume" and not there:
+        raise BadInput(
+            f"nothing to resume: {newest} does not exist; start the run without --init_from=resume"
+        )
+    died_early = asked.init_from != "resume" and nothing_trained(out_dir, settings)
+    if asked.init_from == "scratch" or not there or died_early:
+        if not died_early:
+            refuse_another_run(out_dir)
+        return Beginning(asked.resolve())
+    if ranks.main:  # before the checkpoint is read: another process may be about to replace it
+        held.enter_context(hold_folder(out_dir))
+    file, source, why_not = first_good(newest, previous, settings=settings)
+    if why_not and ranks.main:
+        say(f"{why_not}; going on from step {file['progress']['iter']} of {source}")
+    run = asked.resumed(explicit, file["run"])
+    progress, ran_with = read_progress(file, source)
+    return Beginning(run, file, source, progress, ran_with)
+
+
+def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:
+    """The first checkpoint that can be read: (what it holds, its path, what is wrong with those before it).
+    Raises: BadInput if none can."""
+    reasons = []
+    for path in paths:
+        try:
+            return read_checkpoint(path, settings), path, "; ".join(reasons)
+        except BadFile as e:
+            reasons.append(str(e))
+    raise BadInput(f"{'; '.join(reasons)}; start anew in another out_dir")
+
+
+def nothing_trained(out_dir: Path, settings: type) -> bool:
+    """True if the run in a folder died before its first step was logged or saved, so nothing is lost."""
+    if (out_dir / "ckpt.prev.pt").exists() or not (out_dir / "ckpt.pt").exists():
+        return False
+    log = out_dir / "metrics.jsonl"
+    with suppress(ModelError):
+        if read_checkpoint(out_dir / "ckpt.pt", settings)["progress"]["iter"]:
+            return False
+        return not log.exists() or log.read_bytes().count(b"\n") < 2
+    return False
+
+
+def refuse_another_run(out_dir: Path):
+    """Raises: BadInput if `out_dir` holds a run, or what is left of one."""
+    held = [name for name in MARKS if (out_dir / name).exists()]
+    if held and held[0].endswith(".pt"):
+        remedy = "add --init_from=resume to go on with it, or name another --out_dir"
+        raise BadInput(f"{out_dir} holds another run ({held[0]}); {remedy}")
+    if held:
+        what = f"what is left of a run without a checkpoint ({held[0]})"
+        raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# writing
+
+
+def by_main_rank(method):
+    """Let a method of RunFolder do nothing on the ranks that neither write nor talk."""
+
+    @wraps(method)
+    def guarded(self, *args, **more):
+        return method(self, *args, **more) if self.ranks.main else None
+
+    return guarded
+
+
+class RunFolder:
+    """Writes a run's folder, and speaks for the run: on the main rank; on the others every method does
+    nothing."""
+
+    def __init__(self, start: Beginning, ranks: Ranks):
+        self.settings, self.progress, self.ranks = start.settings, start.progress, ranks
+        self.path, self.source, self.ran_with = Path(start.settings.out_dir), start.source, start.ran_with
+        self.newest, self.previous = self.path / "ckpt.pt", self.path / "ckpt.prev.pt"
+        self.metrics = self.wandb = self.bar = None
+        self.peak = 0.0  # FLOP/s of all ranks together, on the main one
+
+    @by_main_rank
+    def claim(self, held: ExitStack):
+        """Lock the folder, unless `begin` has, clear it, and start wandb if it is asked for. Raises:
+        BadInput."""
+        if self.source is None:
+            held.enter_context(hold_folder(self.path))
+        self.clear()
+        if self.settings.wandb_log:
+            self.wandb = start_wandb(self.settings, self.progress.run_id)
+
+    def clear(self):
+        """Remove what a killed run left, and put a damaged checkpoint aside. Raises: BadInput."""
+        if self.source is None:
+            if nothing_trained(self.path, type(self.settings)):
+                for name in reversed(MARKS):  # ckpt.pt last: killed in between, this is done again
+                    (self.path / name).unlink(missing_ok=True)
+            refuse_another_run(self.path)
+        elif self.source != self.newest and self.newest.exists():
+            with writing(self.path):  # else the next checkpoint would keep it as the previous one
+                self.newest.replace(self.path / "ckpt.bad.pt")
+        for stale in (self.path / f"{name}.tmp" for name in RUN_FILES):
+            try:
+                stale.unlink(missing_ok=True)
+            except OSError as e:
+                remedy = "remove it, or name another --out_dir"
+                raise BadInput(
+                    f"cannot clear {stale}, left by a killed run: {e.strerror}; {remedy}"
+                ) from None
+
+    @by_main_rank
+    def begin_log(self, header: dict, tokenizer: Path):
+        """Open the log, and write what goes with a run: its settings and its tokenizer. Raises: BadInput."""
+        progress, settings = self.progress, asdict(self.settings)
+        log = self.path / "metrics.jsonl"
+        self.metrics = Writer(
+            log, {"settings": settings, **header}, progress.iter, progress.logged, self.ran_with
+        )
+        with atomic_write(self.path / "tokenizer.model") as f:
+            f.write(tokenizer.read_bytes())
+        with atomic_write(self.path / "config.json", "w") as f:
+            f.write(json.dumps(settings, indent=1) + "\n")
+
+    @by_main_rank
+    def log(self, line: dict):
+        """Add a line to the log, and to wandb."""
+        self.metrics.write(self.progress.iter, line)
+        if "train/spike" in line:
+            loss, excess = line["train/loss"], line["train/spike"]
+            self.say(f"train/loss {loss:.4f} is {excess:.2f} nats above the median before it")
+        if self.wandb is not None:
+            self.wandb.log(line, step=self.progress.iter)
+
+    @by_main_rank
+    def announce(self, message: str):
+        """Print a line."""
+        print(message)
+
+    @by_main_rank
+    def open_bar(self, device: torch.device, dtype: torch.dtype):
+        """Measure what the machine could do at most, then show the progress of the run."""
+        self.peak = measure_peak(device, dtype) * self.ranks.size
+        steps = self.settings.max_iters
+        self.bar = tqdm(total=steps, initial=self.progress.iter, unit="step", disable=None, smoothing=0.05)
+
+    @by_main_rank
+    def tick(self, line: dict):
+        """One step is done; `line` is what was logged after it, if anything was."""
+        if "train/loss" in line:
+            shown = {"loss": f"{line['train/loss']:.3f}", "gate": f"{line.get('gate', 1):.2f}"}
+            self.bar.set_postfix(shown, tok_s=f"{line['perf/tok_s']:,.0f}", refresh=False)
+        self.bar.update()
+
+    @by_main_rank
+    def close_bar(self):
+        self.bar.close()
+
+    @by_main_rank
+    def say(self, message: str):
+        """Print a line about the step that was done, above the progress bar."""
+        tqdm.write(f"step {self.progress.iter}: {message}")
+
+    @by_main_rank
+    def save(self, model, optimizer, totals, meta: dict):
+        """Write ckpt.pt: everything that the next step depends on. The one before stays as ckpt.prev.pt."""
+        progress = self.progress
+        if self.metrics is not None:
+            self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
+            progress.logged = self.metrics.logged
+        meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.item(), **meta}
+        kept = {"iter": progress.iter, "run_id": progress.run_id, "totals": totals.cpu(), "val": progress.val}
+        kept["logged"] = progress.logged
+        file = model.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
+        write_file(file | {"progress": kept}, self.newest, kept=self.previous)
+
+    @by_main_rank
+    def finish(self):
+        if self.wandb is not None:
+            self.wandb.finish()

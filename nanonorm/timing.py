@@ -1,0 +1,104 @@
+"""How a step is called in a runtime, how long it takes beside others, and how much work it launches."""
+
+import gc
+import random
+import time
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def captured(reset, step):
+    """The step as a CUDA graph: one launch, inputs and outputs at fixed addresses."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries allocate their workspaces on first use, which a capture may not
+        for _ in range(3):
+            reset()
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+
+    def replay():
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def in_runtime(runtime: str, reset, step):
+    """The step as that runtime calls it. A graph break in torch.compile is an error."""
+    if runtime == "compiled":
+        # dynamo searches all it compiled for a code object on every call: each variant gets one of its own
+        step.__code__ = step.__code__.replace()
+        return torch.compile(step, fullgraph=True, dynamic=False)
+    return captured(reset, step) if runtime == "graph" else step
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the ATen operators that compute: not views, which hand back an input's memory unwritten."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def memory(values):
+            return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
+
+        out = func(*args, **(kwargs or {}))
+        only_views = memory(out) <= memory((args, kwargs)) and not func._schema.is_mutable
+        self.count += not only_views
+        return out
+
+
+def count_work(reset, step, runtime: str, device) -> int | None:
+    """GPU kernels and copies of one forward, on a CPU ATen operators; None where they cannot be counted."""
+    reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        with torch.inference_mode(), torch.profiler.profile() as profile:
+            step()
+            torch.cuda.synchronize()
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(not e.is_user_annotation for e in events) or None
+    if runtime != "eager":
+        return None  # a compiled CPU kernel is a C++ function that no dispatcher sees
+    with torch.no_grad(), CountOperators() as counter:  # inference mode would show composite operators whole
+        step()
+    return counter.count
+
+
+def milliseconds(step, device) -> float:
+    """Of one call; on a GPU from an empty queue, as work still queued would hide the time launching takes."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        step()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def time_rounds(steps: dict, warmup: int, iters: int, device, rng: random.Random) -> dict[str, np.ndarray]:
+    """{name: (iters,) milliseconds}. steps: {name: (reset, step)}; each runs once a round, in a new order."""
+    order, times = list(steps), {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(warmup + iters):
+            rng.shuffle(order)
+            for name in order:
+                reset, step = steps[name]
+                reset()
+                times[name].append(milliseconds(step, device))
+    finally:
+        gc.enable()
+    return {name: np.array(t[warmup:]) for name, t in times.items()}

@@ -1,0 +1,121 @@
+"""The types of knobs and records, and how a value is checked against one. pydantic does the checking,
+strictly.
+
+A knob's type says what it allows: `n_layer: Annotated[int, Range(1, 4096)]`. What is read from a file (a
+manifest, a log's header, a checkpoint's progress) is a `Record`.
+"""
+
+import ast
+import math
+import os
+import warnings
+from functools import cache
+from typing import Annotated, NamedTuple, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # True is no int, "2" is no int; an int is a float
+
+
+class Range(NamedTuple):
+    """Both ends belong to it."""
+
+    low: float
+    high: float
+
+    def __get_pydantic_core_schema__(self, source, handler):
+        return handler(source) | {"ge": self.low} | ({"le": self.high} if self.high < math.inf else {})
+
+
+HUGE = 2**40  # more of anything is a slip of the finger
+Count = Annotated[int, Range(1, HUGE)]
+Whole = Annotated[int, Range(0, HUGE)]
+Positive = Annotated[float, Range(1e-30, math.inf)]
+NonNegative = Annotated[float, Range(0.0, math.inf)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+
+
+class Record(BaseModel):
+    """What a file must hold. Keys that are not named are ignored, as another version's additions would be."""
+
+    model_config = STRICT
+
+
+@cache
+def hints(cls) -> dict:
+    """Name -> type, with its range, of the fields of a class."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
+def adapter(hint) -> TypeAdapter:
+    return TypeAdapter(hint, config=STRICT)
+
+
+def check(hint, value):
+    """`value` as the type `hint`. Raises: ValueError for another type, or a value out of range."""
+    if isinstance(value, int) and abs(value) >= 2**1023:
+        raise ValueError("too large")  # for a float too
+    value = adapter(hint).validate_python(value)
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str):
+            os.fsencode(text)  # ValueError for what neither a file's name nor an argument can hold
+            if "\0" in text:
+                raise ValueError("a NUL character")
+    return value
+
+
+def check_text(hint, text: str):
+    """The value that the text of a flag stands for: `--key=text`. Raises: ValueError."""
+    if text == "None" and type(None) in get_args(hint):
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    for candidate in (text, literal(text), parts, tuple(map(literal, parts))):
+        try:
+            return check(hint, candidate)
+        except ValueError:
+            continue
+    raise ValueError(text)
+
+
+def literal(text: str):
+    """The Python value that a text spells; the text itself if it spells none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python's remarks on odd literals
+            return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def in_words(hint) -> str:
+    """What a type allows, for a help text or an error: 'an int from 1 to 4096', 'text or None'."""
+    return described(adapter(hint).json_schema())
+
+
+def described(schema: dict) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(described, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return "one of " + ", ".join(map(str, schema.get("enum") or [schema["const"]]))
+    if schema["type"] == "array":
+        return f"{described(schema['items'])}, or several with commas between"
+    kinds = {
+        "integer": "an int",
+        "number": "a number",
+        "boolean": "True or False",
+        "string": "text",
+        "null": "None",
+    }
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is None:
+        return kinds[schema["type"]]
+    bound = f">= {low}" if high in (None, HUGE) else f"from {low} to {high}"
+    return f"{kinds[schema['type']]} {bound}"
+
+
+def why(error: ValidationError) -> str:
+    """The first complaint of pydantic in one line: 'vocab_size: input should be a valid integer'."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{place}: {message}" if place else message

@@ -1,0 +1,250 @@
+"""What a training step is made of: the loss and the attention against their alternatives, and each variant's
+whole step against the baseline's, interleaved in one process.
+
+    python scripts/speed/parts.py                                          # on this CPU
+    python scripts/speed/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 \\
+        --vocab_size=10000 --block_size=512
+    python scripts/speed/parts.py --what=kernels                           # each special kernel left out
+
+Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its
+quartiles: above 1 the alternative is faster. A peak is the most that the alternative's tensors hold at once.
+"""
+
+import itertools
+import random
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from config import Config
+from data.sampling import train_batch
+from model import ModelConfig, Transformer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.kernels import attend, head_loss, upcast
+from nanonorm.machine import keep_freed_memory
+from nanonorm.ranks import Ranks
+from nanonorm.timing import time_rounds
+from nanonorm.typed import Count
+from scripts.speed.turns import tensor_peak
+from train import Step
+
+
+@dataclass
+class Parts:
+    """What is timed. The shape of the step is the demo's."""
+
+    what: tuple[Literal["loss", "attention", "step", "kernels"], ...] = (
+        "loss",
+        "attention",
+        "step",
+    )  # tables
+    tokens: Count = 4096  # of a batch, for the loss
+    loss_embd: tuple[Count, ...] = (64, 128, 256, 512)  # widths of the head's input
+    loss_vocab: Count = 10_000  # its token ids
+    head_dim: tuple[Count, ...] = (4, 8, 16, 32)  # head sizes, for attention
+    heads: Count = 128  # windows times heads, for attention
+    window: tuple[Count, ...] = (512,)  # tokens of a window, for attention
+    n_embd: tuple[Count, ...] = (64,)  # widths, for the step
+    n_layer: Count = 4  # blocks
+    n_head: Count = 4  # attention heads
+    vocab_size: Count = 2048  # token ids
+    block_size: Count = 256  # tokens of a window
+    batch_size: Count = 8  # windows
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast in the step
+    compiled: bool = False  # the step through torch.compile (half a minute a variant first)
+    keep: bool = True  # keep freed memory, as train.py does
+    iters: Count = 9  # timed rounds, after one to warm up
+
+
+def loss_steps(tokens: int, width: int, vocab: int) -> dict:
+    """{name: forward and backward of head and loss}, inputs and gradients in float32, logits as named."""
+    y = torch.randn(1, tokens, width, requires_grad=True)
+    W = (0.02 * torch.randn(vocab, width)).requires_grad_()
+    targets = torch.randint(vocab, (1, tokens))
+
+    def plain():
+        return F.cross_entropy(F.linear(y, W).float().flatten(0, 1), targets.flatten())
+
+    def library(dtype, **options):
+        options = nn.LinearCrossEntropyOptions(**options)
+        return F.linear_cross_entropy(y[0].to(dtype), W.to(dtype), targets[0], options=options)
+
+    def step(loss, low):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            value = loss()
+        value.backward()
+        y.grad = W.grad = None
+
+    steps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        low, name = dtype == torch.bfloat16, str(dtype).removeprefix("torch.")
+        steps[f"plain, {name}"] = partial(step, plain, low)
+        steps[f"head_loss, {name}"] = partial(step, partial(head_loss, y, W, None, targets), low)
+        if hasattr(nn, "LinearCrossEntropyOptions"):
+            steps[f"library's own chunks, {name}"] = partial(step, partial(library, dtype), False)
+            for size in (256, 512, 1024):
+                chunks = partial(library, dtype, batch_chunk_size=size)
+                steps[f"library's chunks of {size}, {name}"] = partial(step, chunks, False)
+    return steps
+
+
+def attention_steps(heads: int, window: int, head_dim: int) -> dict:
+    """{name: forward and backward of causal attention}."""
+
+    def padded(q, k, v):
+        q, k, v = (F.pad(t, (0, 16 - head_dim)) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=head_dim**-0.5)
+        return y[..., :head_dim]
+
+    def step(kernel, qkv):
+        kernel(*qkv).sum().backward()
+
+    kernels = {"plain": partial(F.scaled_dot_product_attention, is_causal=True)}
+    if head_dim < 16:
+        kernels["padded to 16"] = padded
+    kernels["attend"] = attend
+    steps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        shape, name = (1, window, heads, head_dim), str(dtype).removeprefix("torch.")
+        qkv = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+        steps |= {f"{how}, {name}": partial(step, kernel, qkv) for how, kernel in kernels.items()}
+    return steps
+
+
+FAR = 2**30  # steps: beyond what is timed
+GATES = {"norm": (FAR, FAR), "blend": (-FAR, FAR), "scale": (0, 0)}  # phase -> (gate_start, gate_end)
+
+
+def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0, phase="norm"):
+    """A function that does the next optimizer step of train.py, from gathering its one micro-batch to AdamW.
+
+    tokens: 1-D int16; dtype: bfloat16 is by autocast; phase: of all steps, "blend" with the gate at 1/2. At
+    lr 0 the weights stay, so that all rounds do the same work. Raises: ModelError if a taper must calibrate
+    and has seen nothing.
+    """
+    gate_start, gate_end = GATES[phase]
+    cfg = Config(block_size=model.config.block_size, batch_size=batch_size, max_iters=FAR, compile=compiled,
+                 learning_rate=lr, decay_lr=False, warmup_iters=0, gate_start=gate_start,
+                 gate_end=gate_end)  # fmt: skip
+    step, counter = Step(model, cfg, torch.device("cpu"), dtype, Ranks()), itertools.count()
+
+    def run():
+        k = next(counter)
+        step.at(k)
+        x, y = train_batch(tokens, cfg, k, 0, "cpu")
+        step(torch.stack([x]), torch.stack([y]))
+
+    return run
+
+
+def make_step(k: Parts, width: int, phase="norm", **knobs):
+    """A whole optimizer step of the model with that width, in that phase."""
+    torch.manual_seed(0)
+    tokens = torch.randint(k.vocab_size, (1_000_000,)).to(torch.int16)
+    shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head)
+    model = Transformer(ModelConfig(**shape, n_embd=width, **knobs)).train()
+    if phase != "norm":
+        window = tokens[None, : k.block_size].long()
+        model(window, window)
+        model.update_statistics()  # to calibrate on
+    return training_step(model, tokens, k.batch_size, getattr(torch, k.dtype), k.compiled, phase=phase)
+
+
+def variant_steps(k: Parts, width: int) -> dict:
+    """{name: a whole optimizer step} of the model with that width."""
+    # dynamo counts the variants as recompilations of one forward, and would give up after 8
+    torch._dynamo.config.recompile_limit = 64
+    make, taper = partial(make_step, k, width), {"taper": "internal", "aux_weight": 0.1}
+    steps = {"baseline": make(), "baseline again": make()}
+    steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
+    return steps | {norm: make(norm=norm) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")}
+
+
+def plain_loss(y, weight, bias, targets):
+    """head_loss without chunks."""
+    logits = upcast(F.linear(y, weight, bias))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+WITHOUT = {  # a special kernel of nanonorm/kernels.py -> what stands in for it, by module
+    "EagerSwiGLU": {"model.product_matrix": lambda linear: None},
+    "EagerRMSNorm": {
+        "nanonorm.kernels.eager_training": lambda h: False, "model.eager_training": lambda h: False,
+    },
+    "padded heads": {"nanonorm.kernels.PAD_HEADS_TO": 0},
+    "the loss in chunks": {"model.head_loss": plain_loss},
+}  # fmt: skip
+
+
+def kernel_steps(k: Parts, width: int) -> dict:
+    """{name: a whole step of the baseline}, as it is and without each of the special kernels."""
+    baseline = make_step(k, width)
+
+    def run(changes: dict):
+        with ExitStack() as changed:
+            for name, stand_in in changes.items():
+                changed.enter_context(patch(name, stand_in))
+            baseline()
+
+    without = {f"without {name}": partial(run, changes) for name, changes in WITHOUT.items()}
+    return {"as it is": baseline, **without}
+
+
+def table(title: str, steps: dict, iters: int, memory: bool = False):
+    """Print a row for each step; with `memory` the most that its tensors hold at once as well."""
+    resets = {name: (lambda: None, step) for name, step in steps.items()}
+    times, first = time_rounds(resets, 1, iters, torch.device("cpu"), random.Random(0)), next(iter(steps))
+    heads = [title, "ms", f"{first} / this, quartiles"]
+    if memory:
+        heads.append("peak, MB")
+    print(f"\n| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
+    for name, t in times.items():
+        low, middle, high = np.percentile(times[first] / t, (25, 50, 75))
+        cells = [name, f"{np.median(t):.1f}", "1" if name == first else f"{middle:.3f}x {low:.3f}-{high:.3f}"]
+        if memory:
+            cells.append(f"{tensor_peak(steps[name]) / 1e6:.0f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main():
+    k, _, words = parse(Parts, sys.argv[1:], usage=__doc__)
+    if words:
+        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
+    if k.keep:
+        keep_freed_memory()
+    torch.manual_seed(0)
+    threads, kept = torch.get_num_threads(), f"freed memory kept: {k.keep}"
+    print(f"torch {torch.__version__}, {threads} threads, medians of {k.iters} rounds; {kept}")
+    if "loss" in k.what:
+        for d in k.loss_embd:
+            title = f"head and loss, {k.tokens} tokens, vocabulary {k.loss_vocab}, n_embd {d}"
+            table(title, loss_steps(k.tokens, d, k.loss_vocab), k.iters, memory=True)
+    if "attention" in k.what:
+        for C, T in itertools.product(k.head_dim, k.window):
+            title = f"attention, {k.heads} heads, {T} tokens, head_dim {C}"
+            table(title, attention_steps(k.heads, T, C), k.iters)
+    if "step" in k.what:
+        what = "training step, compiled" if k.compiled else "training step"
+        shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
+        for d in k.n_embd:
+            table(f"{what}, {shape}, n_embd {d}", variant_steps(k, d), k.iters)
+    if "kernels" in k.what:
+        for d in k.n_embd:
+            table(f"training step, n_embd {d}", kernel_steps(k, d), k.iters, memory=True)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

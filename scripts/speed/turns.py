@@ -1,0 +1,98 @@
+"""Contestants that take turns, and what a step of one of them adds to memory.
+
+    said = take_turns({"a": (work, "a"), "b": (work, "b")}, rounds=20, seed=0)
+
+Every round runs each contestant once, in a fresh random order, so that whatever the machine does meanwhile
+falls on all. A ratio of two times of the same round is then worth having; a millisecond alone is not.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from torch.profiler import profile
+
+from nanonorm.errors import BadInput
+
+
+def serve(pipe, work, args):
+    """A contestant's process: send what `work` yields, one value a turn, until told to stop."""
+    for value in work(*args):
+        pipe.send(value)
+        if not pipe.recv():
+            break
+
+
+def hear(pipe, name: str):
+    """The next value from a contestant. Raises: BadInput if it has died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise BadInput(f"{name} has died; its message is above") from None
+
+
+def take_turns(contestants: dict[str, tuple], rounds: int, seed: int) -> dict[str, list]:
+    """What each contestant said: first when it was ready, then in each of the rounds.
+
+    contestants: {name: (generator function, its arguments...)}, importable from a module; it yields once when
+    it is ready and once for each turn, and only one is at work at a time. Each has a process of its own, with
+    its allocator settings, threads and peak memory. Raises: BadInput if one dies; its traceback is on stderr.
+    """
+    context, order = multiprocessing.get_context("spawn"), random.Random(seed)
+    pipes, processes, said = {}, [], {}
+    try:
+        for name, (work, *args) in contestants.items():
+            pipes[name], far = context.Pipe()
+            processes.append(context.Process(target=serve, args=(far, work, args), daemon=True))
+            processes[-1].start()
+            far.close()
+            said[name] = [hear(pipes[name], name)]
+        for _ in range(rounds):
+            for name in order.sample(list(contestants), len(contestants)):
+                pipes[name].send(True)
+                said[name].append(hear(pipes[name], name))
+        for pipe, process in zip(pipes.values(), processes, strict=True):
+            pipe.send(False)
+            process.join(20)
+    finally:
+        for process in processes:
+            process.kill()
+    return said
+
+
+def resident_peak(step) -> int | None:
+    """Run `step`. Returns the bytes that it adds to this process's resident memory at its highest; None where
+    the system does not count them (only Linux does)."""
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    except OSError:
+        step()
+        return None
+    before = status("VmRSS")
+    step()
+    return status("VmHWM") - before
+
+
+def release_garbage():
+    """Collect garbage and, under glibc, return freed memory: what building left behind is not a step's."""
+    gc.collect()
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def tensor_peak(step) -> int:
+    """Bytes that the tensors made by `step` hold at most at once, as torch's CPU allocator counts them."""
+    with profile(profile_memory=True) as recorded:
+        step()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return int(np.cumsum([0, *sizes]).max())

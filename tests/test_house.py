@@ -1,0 +1,120 @@
+"""Who imports whom, and how long a function may be: a file stands on the floors below it alone.
+
+import-linter and grimp take packages only, and model, train, sample and bench are modules.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from nanonorm.files import ROOT
+
+FLOORS = {"nanonorm", "data", "model", "config"}
+MAY_IMPORT = {  # room -> what it may import of the project, besides itself
+    "nanonorm": set(),
+    "data": {"nanonorm"},
+    "model": {"nanonorm"},
+    "config": {"nanonorm", "model"},
+    "train": FLOORS,
+    "sample": FLOORS,
+    "bench": FLOORS,
+    "scripts": FLOORS | {"sample", "bench"},
+    "scripts/speed": FLOORS | {"sample", "bench", "train.Step"},
+}
+TESTS = {"tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
+PROJECT = {room.partition("/")[0] for room in MAY_IMPORT} | TESTS
+LONGEST = {"train.py: main": 130}  # lines; of every other function 80
+
+
+def sources() -> dict[str, str]:
+    """Path in the checkout -> text of every Python file of the project but the tests."""
+    folders = [ROOT / room for room in ("nanonorm", "data", "config", "scripts")]
+    paths = {*ROOT.glob("*.py")}.union(*(folder.rglob("*.py") for folder in folders))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(paths)}
+
+
+def imported(node) -> list[str]:
+    """Dotted names that a node imports; `from train import Step` is train.Step."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    return []  # a relative import stays in its package
+
+
+def forbidden(path: str, text: str) -> list[str]:
+    """What a file imports and may not."""
+    own = Path(path).with_suffix("").parts[0]
+    room = "scripts/speed" if path.startswith("scripts/speed/") else own
+    names = [name for node in ast.walk(ast.parse(text)) for name in imported(node)]
+    foreign = [name for name in names if name.partition(".")[0] in PROJECT - {own}]
+    return [name for name in foreign if not {name, name.partition(".")[0]} & MAY_IMPORT[room]]
+
+
+def too_long(path: str, text: str) -> list[str]:
+    """The functions of a file that need scrolling."""
+    functions = [
+        n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lines = [(f"{path}: {n.name}", n.end_lineno - n.lineno + 1) for n in functions]
+    return [f"{name} has {n} lines" for name, n in lines if n > LONGEST.get(name, 80)]
+
+
+def test_nobody_imports_upward():
+    breaches = {path: forbidden(path, text) for path, text in sources().items()}
+    assert len(breaches) > 40 and not {path: names for path, names in breaches.items() if names}
+
+
+def test_no_function_needs_scrolling():
+    assert not [found for path, text in sources().items() for found in too_long(path, text)]
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("nanonorm/run.py", "from config import Config"),
+        ("nanonorm/cli.py", "import importlib\nimportlib.import_module('config')"),
+        ("nanonorm/foldable/rules.py", "import model as network"),
+        ("data/__init__.py", "from config import Config"),
+        ("data/stdlib/prepare.py", "from config import Config"),
+        ("data/sampling.py", "from model import Transformer"),
+        ("model.py", "def f():\n    from data.sampling import windows"),
+        ("model.py", "import torch, train"),
+        ("config/__init__.py", "from data import corpora"),
+        ("config/demo.py", "import sample"),
+        ("train.py", "from bench import time_rounds"),
+        ("train.py", "from scripts.runs import identity"),
+        ("bench.py", "from train import Step"),
+        ("sample.py", "from running import launch"),
+        ("scripts/sweep.py", "from train import Step"),
+        ("scripts/report.py", "from tests.conftest import VARIANTS"),
+        ("scripts/speed/parts.py", "import train"),
+        ("scripts/speed/parts.py", "from train import Step, main"),
+    ],
+)
+def test_a_forbidden_import_is_found(path, text):
+    assert len(forbidden(path, text)) == 1
+
+
+def test_what_is_allowed_is_not_found():
+    assert not forbidden(
+        "scripts/speed/parts.py", "from train import Step\nfrom scripts import runs\nimport bench"
+    )
+    assert not forbidden(
+        "nanonorm/foldable/rules.py", "import torch.data\nfrom . import model\nimport nanonorm.files"
+    )
+    assert not forbidden("config/taper_3m.py", "from config.taper_30m import *")
+
+
+def test_a_long_function_is_found():
+    def function(lines):
+        return (
+            "class A:\n    async def main(self):\n" + "        pass\n" * (lines - 1) + "    def f(): pass\n"
+        )
+
+    assert not too_long("bench.py", function(80)) and not too_long("train.py", function(130))
+    assert too_long("bench.py", function(81)) == ["bench.py: main has 81 lines"]
+    assert too_long("train.py", function(131)) == ["train.py: main has 131 lines"]

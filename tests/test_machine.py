@@ -1,0 +1,147 @@
+"""Not Linux alone: a run without fcntl, /proc and a C library to ask; and what a device can do."""
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import one_line, tiny
+from running import ROOT, assert_same_run, flags, metrics, train
+
+import train as trainer
+from config import Config
+from nanonorm.errors import BadInput
+from nanonorm.machine import keep_freed_memory, pick_device, pick_dtype, widest_float
+
+# Runs commands in one process, as another system would, and prints what they looked for in vain.
+ELSEWHERE = """
+import ctypes, errno, json, os, runpy, sys
+
+asked = []
+
+def hide(event, args):
+    path = args[0] if event in ("open", "os.listdir", "os.scandir") else None
+    if isinstance(path, str | os.PathLike) and os.fspath(path).startswith("/proc"):
+        asked.append(os.fspath(path))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *args, **more):
+        if name is None:
+            asked.append("C library")
+            raise TypeError("no library by that name")
+        super().__init__(name, *args, **more)
+
+sys.addaudithook(hide)
+ctypes.CDLL = CDLL
+for name in ("fcntl", "resource", "termios"):
+    sys.modules[name] = None
+sys.path[0] = os.getcwd()
+for program, *argv in json.loads(sys.argv[1]):
+    print(program, flush=True)
+    sys.argv = [program, *argv]
+    runpy.run_path(program, run_name="__main__")
+print(json.dumps(asked))
+"""
+
+
+def elsewhere(*commands) -> list[str]:
+    """The lines that commands print on a system that is not Linux; last, what they looked for in vain."""
+    words = json.dumps([list(map(str, command)) for command in commands])
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, words], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path, one_thread):
+    """Trained, resumed, sampled and timed; the runs are the one made here, to the bit."""
+    here, there, resumed = (tmp_path / name for name in ("here", "there", "resumed"))
+    demo = ROOT / "config/demo.py"
+    toy = flags(
+        here, corpus, max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interval=6, ckpt_interval=5
+    )
+    train(demo, *toy)
+    shutil.copytree(here, resumed)
+    (resumed / "ckpt.prev.pt").replace(resumed / "ckpt.pt")  # as a kill after step 10 leaves it
+    lines = elsewhere(
+        ["train.py", demo, *toy, f"--out_dir={there}"],
+        ["train.py", "--init_from=resume", f"--out_dir={resumed}"],
+        ["sample.py", there, "--prompt=def ", "--max_new_tokens=8"],
+        ["bench.py", there, "--iters=2", "--warmup=0", "--batch=1", "--seq=16"],
+    )
+    assert_same_run(here, there)
+    assert_same_run(here, resumed)
+    assert lines[lines.index("sample.py") + 1].startswith("def ")
+    assert {"baseline", "unfused", "folded"} <= {row["variant"] for row in json.loads(lines[-2])["rows"]}
+    assert {"C library", "/proc/cpuinfo"} <= set(json.loads(lines[-1]))  # or nothing was hidden
+    header = json.loads((there / "metrics.jsonl").read_text().splitlines()[0])
+    assert header["versions"]["processor"] == platform.machine()
+
+
+@pytest.mark.parametrize("error", [OSError, TypeError, AttributeError])
+def test_memory_is_kept_only_where_the_c_library_can(monkeypatch, error):
+    def refuse(name):
+        raise error("no library by that name")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    keep_freed_memory()
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this is a Mac")
+@pytest.mark.parametrize("name", ["mps", "mps:0", "cuda:99", "meta", "gpu"])
+def test_a_device_that_is_not_there(name):
+    with pytest.raises(BadInput) as e:
+        pick_device(name)
+    assert one_line(e).startswith(f"device={name} is not available on this machine; use --device=c")
+
+
+def test_mps_computes_in_float32():
+    mps = torch.device("mps")
+    assert (
+        pick_dtype("auto", mps, 1024)
+        == pick_dtype("float32", mps, 1024)
+        == widest_float(mps)
+        == torch.float32
+    )
+    for name in ("bfloat16", "float64"):
+        with pytest.raises(BadInput, match=f"mps has no {name}.*--dtype=float32"):
+            pick_dtype(name, mps, 1024)
+
+
+class Unfused(torch.optim.AdamW):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more | {"fused": False})
+
+
+def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatch):
+    """As on mps: it learns, resumes, and skips a step that is not finite, as the fused one does."""
+    fused, unfused, resumed = (tmp_path / name for name in ("fused", "unfused", "resumed"))
+    knobs = dict(max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interval=6, ckpt_interval=5)
+    bad = dict(taper="none", aux_weight=0, learning_rate=1e30, warmup_iters=0, log_interval=4)
+    train(*flags(fused, corpus, **knobs))
+    said = train(*flags(tmp_path / "bad", corpus, **bad), expect=None)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Unfused)
+    train(*flags(unfused, corpus, **knobs))
+    for one, other in zip(metrics(fused), metrics(unfused), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)  # the same numbers in float32, in another order
+    shutil.copytree(unfused, resumed)
+    (resumed / "ckpt.prev.pt").replace(resumed / "ckpt.pt")
+    train("--init_from=resume", f"--out_dir={resumed}")
+    assert_same_run(unfused, resumed)
+    again = train(*flags(tmp_path / "bad2", corpus, **bad), expect=None)
+    assert "non-finite" in said and again == said.replace("/bad/", "/bad2/")
+
+
+@pytest.mark.parametrize("device, fused", [("cpu", True), ("cuda", True), ("mps", False), ("meta", False)])
+def test_adamw_is_fused_only_where_it_skips_a_bad_step(device, fused):
+    optimizer = trainer.make_optimizer(tiny(), Config(), torch.device(device))
+    assert optimizer.defaults["fused"] == fused

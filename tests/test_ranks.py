@@ -1,0 +1,67 @@
+"""Ranks that start again find each other, not those that died. test_reliability.py tries it on a run."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from running import ROOT, assert_same_run, flags, launch
+
+from nanonorm.errors import BadInput
+from nanonorm.ranks import store_of_this_attempt
+
+
+def come(store, size, ranks, timeout_s) -> list:
+    """What each of these ranks, a thread of its own, gets."""
+    store.set_timeout(timedelta(seconds=timeout_s))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: store_of_this_attempt(store, rank, size), ranks))
+
+
+def test_each_attempt_has_keys_of_its_own():
+    """Whoever died before it, and whatever it left in the store."""
+    store, seen = dist.HashStore(), []
+    for size, missing in ((2, 1), (3, 0), (4, 2), (4, 3), (2, 0)):
+        with pytest.raises(BadInput if missing else dist.DistStoreError):
+            come(store, size, [rank for rank in range(size) if rank != missing], timeout_s=0.2)
+        parts = come(store, size, range(size), timeout_s=10)
+        assert not any(part.check(["address"]) for part in parts)
+        parts[-1].set("address", str(size))
+        assert [part.get("address") for part in parts] == [str(size).encode()] * size
+        seen.append(parts[0])
+    assert [part.get("address") for part in seen] == [b"2", b"3", b"4", b"4", b"2"]
+
+
+def test_a_rank_that_does_not_come_is_missed():
+    with pytest.raises(BadInput, match=r"^1 of 2 ranks came within 0.005 minutes; start them all again$"):
+        come(dist.HashStore(), 2, [0], timeout_s=0.3)
+
+
+@pytest.mark.slow
+def test_two_launchers_that_count_their_restarts_apart(corpus, tmp_path):
+    """As on two machines: only the torchrun whose rank dies counts a restart, three times."""
+    knobs = {"max_iters": 8, "warmup_iters": 2, "gate_start": 3, "gate_end": 6, "log_interval": 1}
+    knobs |= {"ckpt_interval": 2, "gradient_accumulation_steps": 2, "batch_size": 2}
+    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    argv += ["--max_restarts=3", "--rdzv_id=two", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}"]
+    argv += [str(ROOT / "tests/faults.py"), json.dumps({"at": "before", "n": 4, "do": "kill", "rank": 1})]
+    argv += flags(tmp_path / "again", corpus, **knobs, init_from="auto")
+    env, said = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "said"
+    with open(said, "a") as file:
+        both = [subprocess.Popen(argv, env=env, stdout=file, stderr=file) for _ in range(2)]
+    try:
+        status = [process.wait(timeout=300) for process in both]
+    finally:
+        for process in both:
+            process.terminate()
+    assert status == [0, 0] and said.read_text().count("M parameters; ") == 4, said.read_text()
+    assert_same_run(tmp_path / "run", tmp_path / "again")

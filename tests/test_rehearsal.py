@@ -1,0 +1,151 @@
+"""A rehearsal for the GPU that is seldom at hand: `Step` on torch's meta device, where tensors have shapes
+but no numbers. The CPU's own kernels are not taken there, and nothing can be read."""
+
+import sys
+
+import pytest
+import torch
+from conftest import every_variant, tiny_config
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from config import Config
+from data.sampling import train_batch
+from model import Transformer
+from nanonorm.ranks import Ranks
+
+META = torch.device("meta")
+KNOBS = dict(max_iters=30, warmup_iters=3, gate_start=10, gate_end=20, batch_size=3, block_size=16)
+AT = {"norm": 0, "blend": 15, "scale": 25}  # phase -> a step of it
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Refuses an operator that is given a tensor of the host or told to make one, and one that reads a
+    number. On a GPU each is a copy or a wait, and a graph can capture none. By itself meta lets most pass."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        placed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor | torch.device)]
+        devices = {x if isinstance(x, torch.device) else x.device for x in placed}
+        if devices - {META}:
+            raise AssertionError(f"{func} meets the host")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise AssertionError("a number is read from the device")
+        if func is torch.ops.aten._fused_adamw_.tensor_lr:
+            return None  # works in place, and has no meta kernel
+        return func(*args, **kwargs)
+
+
+class FusedAdamW(AdamW):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more | {"fused": True})
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """AdamW as on a GPU. torch refuses to fuse it on meta, though most of its kernels have a meta form."""
+    monkeypatch.setattr(torch.optim, "AdamW", FusedAdamW)
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda p: None)
+
+
+def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: None):
+    """One optimizer step under OnlyMeta, after `change` was made to the Step. Returns (the Step, what it
+    returned)."""
+    cfg = Config(**KNOBS, gradient_accumulation_steps=micro_steps).resolve()
+    model = Transformer(tiny_config(variant)).to(META).train()
+    step = train.Step(model, cfg, META, torch.float32, Ranks())
+    tokens = torch.empty(500, dtype=torch.int16, device=META)
+    batches = [train_batch(tokens, cfg, AT[phase], micro, META) for micro in range(micro_steps)]
+    x, y = map(torch.stack, zip(*batches, strict=True))  # (micro_steps, B, T)
+    step.enter(phase)
+    change(step)
+    with OnlyMeta():
+        step.at(AT[phase])
+        return step, step(x, y)
+
+
+def look_at(step, stream, norms):
+    """What a step returns and leaves is on the device; so is what is computed between steps."""
+    assert stream.shape == (3, 16, 24) and norms.shape == (len(step.trained),)
+    assert stream.device == norms.device == step.totals.device == step.model.gate.device == META
+    assert set(step.optimizer.state) == set(step.trained.values())
+    assert all(p.grad is None for p in step.model.parameters())
+    with OnlyMeta(), torch.no_grad():
+        step.model.diagnostics(stream)
+        step.model.eval()(torch.zeros(1, 16, dtype=torch.long, device=META))
+
+
+@every_variant
+def test_a_step_stays_on_the_device(variant):
+    for phase in AT:
+        for micro_steps in (1, 2):
+            step, out = rehearse(variant, phase, micro_steps)
+            assert (step.model.phase, step.micro_steps, step.fused) == (phase, micro_steps, True)
+            look_at(step, *out)
+
+
+@pytest.mark.parametrize("phase", AT)
+def test_a_step_with_a_learning_rate_that_a_graph_can_read(phase):
+    def change(step):
+        for group in step.optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=META)
+
+    step, out = rehearse("layernorm-internal-aux", phase, 2, change)
+    assert all(group["lr"].device == META for group in step.optimizer.param_groups)
+    look_at(step, *out)
+
+
+# --- the same with a fault in it
+
+
+def output(change):
+    """The final norm's output goes through `change`."""
+    return lambda step: step.model.norm_final.register_forward_hook(lambda norm, args, out: change(out))
+
+
+def gradient(change):
+    """The gradient of the final norm's output goes through `change`."""
+
+    def watch(norm, args, out):
+        out.register_hook(change)
+
+    return lambda step: step.model.norm_final.register_forward_hook(watch)
+
+
+def host_gate(step):
+    step.model.gate = torch.tensor(1.0)
+
+
+def host_totals(step):
+    step.totals = torch.zeros(3)
+
+
+def unfused(step):
+    step.optimizer = AdamW(step.model.parameters(), fused=False)
+    step.fused = False
+
+
+HOST, READ = "meets the host", "a number is read"
+FAULTS = {
+    "host matrix": (output(lambda out: out @ torch.ones(24, 24)), HOST),
+    "host vector": (output(lambda out: out * torch.ones(24)), HOST),
+    "host scalar": (output(lambda out: out * torch.tensor(0.5)), HOST),
+    "host scalar, copied": (output(lambda out: out * torch.tensor(0.5).to(META)), HOST),
+    "host scalar, backward": (gradient(lambda grad: grad * torch.tensor(0.5)), HOST),
+    "host gate": (host_gate, HOST),
+    "host totals": (host_totals, HOST),
+    "copy to the host": (output(lambda out: out.to("cpu")), HOST),
+    "item": (output(lambda out: out * out.sum().item()), READ),
+    "item, backward": (gradient(lambda grad: grad * grad.sum().item()), READ),
+    "if": (output(lambda out: out if out.sum() > 0 else -out), READ),
+    "unfused": (unfused, READ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught(fault):
+    plant, words = FAULTS[fault]
+    with pytest.raises(AssertionError, match=words):
+        rehearse("rmsnorm-all-aux", "blend", 2, plant)
