@@ -4,10 +4,10 @@ Pre-norm, causal, SwiGLU, RoPE, no bias, no dropout. Three knobs choose the norm
 normalizer), `taper` (which of them are gated into a fixed scaling) and `aux_weight` (the loss that holds the
 residual stream's scale). Papers, cited below by these names:
 
-    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408 (its symbols: g, c, gamma, gamma_tilde, s,
-    mu) CoupledNorm    Loretz, Hochreiter, ICML 2026 CBWC+RMSNorm   "Enjoy your Layer Normalization with the
-    computational efficiency of RMSNorm" DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with
-    erf and a learned shift
+    TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408; its symbols: g, c, gamma, gamma_tilde, s, mu
+    CoupledNorm    Loretz, Hochreiter, ICML 2026
+    CBWC+RMSNorm   "Enjoy your Layer Normalization with the computational efficiency of RMSNorm"
+    DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
 
 Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, F SwiGLU width, V vocabulary.
 """

@@ -1,8 +1,8 @@
 """Text from any checkpoint or export.
 
-    python sample.py out/demo --prompt="def main("          # a run folder: folded.pt, model.pt or ckpt.pt,
-    the first there is python sample.py out/demo/unfused.pt --temperature=0    # a model file printf "Once
-    upon a time" | python sample.py out/tiny     # the prompt from stdin
+    python sample.py out/demo --prompt="def main("          # a run folder: folded.pt, model.pt or ckpt.pt
+    python sample.py out/demo/unfused.pt --temperature=0    # a model file
+    printf "Once upon a time" | python sample.py out/tiny   # the prompt from stdin
 
 Whatever tapers runs at gate 0. The tokenizer is the one the file names: tokenizer.model in its folder.
 """

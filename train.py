@@ -1,11 +1,10 @@
 """Train a transformer, with its norms kept or tapered away, and export it.
 
-    python train.py config/demo.py                                 # a run on one device python train.py
-    config/taper_30m.py --max_iters=20000          # files in order, then flags; --help lists them python
-    train.py --init_from=resume --out_dir=out/taper_30m     # go on with a run; auto: if there is one
+    python train.py config/demo.py                               # a run on one device
+    python train.py config/taper_30m.py --max_iters=20000        # files in order, then flags; --help lists them
+    python train.py --init_from=resume --out_dir=out/taper_30m   # go on with a run; auto: if there is one
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
-                                                                   # several processes, the same 16 windows
-                                                                   a step
+                                                                 # several processes, the same 16 windows a step
 
 Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model
 and, at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
@@ -110,9 +109,8 @@ class Step:
         self.model.set_phase(phase)
         self.wrapped = self.forward
         if self.ranks.size > 1:
-            with warnings.catch_warnings(
-                action="ignore", category=FutureWarning
-            ):  # broadcast_buffers was renamed
+            # broadcast_buffers was renamed
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 self.wrapped = DistributedDataParallel(self.forward, broadcast_buffers=False)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.update = Replayed(self.eager) if self.cfg.cuda_graph else self.eager

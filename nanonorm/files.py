@@ -165,10 +165,8 @@ def read_file(path) -> dict:
 
     path = Path(path)
     try:
-        with (
-            open(path, "rb") as f,
-            warnings.catch_warnings(action="ignore"),
-        ):  # torch's remarks on pickles it refuses
+        # torch's remarks on pickles it refuses
+        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
             if (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
             f.seek(0)

@@ -106,9 +106,8 @@ def keep_freed_memory():
     A training step allocates and frees a gigabyte in pieces of megabytes; results/speed.md has what this
     gains. It needs glibc and does nothing elsewhere.
     """
-    with contextlib.suppress(
-        AttributeError, OSError, TypeError
-    ):  # no mallopt, no C library to be found by that name
+    # no mallopt, no C library to be found by that name
+    with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks, too, come from the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks

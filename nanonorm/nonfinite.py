@@ -10,9 +10,8 @@ def first_nonfinite(model, batches, autocast) -> str:
 
     def look(module, args, out):
         out = getattr(out, "total", out)
-        if (
-            not found and out is not None and not torch.isfinite(out).all()
-        ):  # None: the anchor before its target
+        # None: the anchor before its target
+        if not found and out is not None and not torch.isfinite(out).all():
             found.append(f"output of {names[module] or 'the loss'}")
 
     names = {m: name for name, m in model.named_modules()}

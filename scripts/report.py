@@ -41,8 +41,9 @@ except ImportError:
 TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 
-# Relative gap to Baseline in %, the range over 1 to 30 M parameters after 1 M steps of 8,192 tokens, from the
-# first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows: not public.
+# Relative gap to Baseline in %, the range over 1 to 30 M parameters after 0.5 to 1 M steps of 8,192 tokens,
+# from the first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows:
+# not public.
 PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
 
 # knobs that set no runs apart: what is compared, and where and how a run computes
@@ -512,8 +513,8 @@ def loss_tables(rows_at: dict[int, dict[str, pd.DataFrame]], options: list[str])
     text.append(
         "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
         "same batches.\n"
-        "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 1,000,000 steps; "
-        "alike in kind."
+        "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to "
+        "1,000,000 steps; alike in kind."
     )
     return text
 

@@ -147,9 +147,8 @@ def start(run: PlannedRun, state: str, threads: int) -> subprocess.Popen:
         libc = ctypes.CDLL(None)
 
         def before_exec():
-            libc.prctl(
-                1, signal.SIGTERM
-            )  # PR_SET_PDEATHSIG: when the sweep is killed, its runs save and leave
+            # PR_SET_PDEATHSIG: when the sweep is killed, its runs save and leave
+            libc.prctl(1, signal.SIGTERM)
 
     with open(f"{run.folder}.log", "ab") as log:
         return subprocess.Popen(
@@ -323,11 +322,8 @@ def main() -> int:
         return 0
     if not prepare_corpora(runs):
         return 2
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        getattr(signal, "SIGHUP", signal.SIGTERM),
-    ):  # not on Windows
+    # not on Windows
+    for signum in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(signum, lambda n, _: sys.exit(128 + n))
     threads = k.threads or max(1, (os.cpu_count() or 1) // k.jobs)
     try:

@@ -20,9 +20,8 @@ from running import flags, train  # noqa: E402
 from data import prepare  # noqa: E402
 from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
 
-torch.set_num_threads(
-    1
-)  # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
+# the matrices are tiny: a second thread costs more than it brings, and one is reproducible
+torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
 # the same examples each run, without a folder of old failures

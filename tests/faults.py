@@ -3,12 +3,12 @@ replaced first.
 
     python tests/faults.py '{"at": "fsync", "n": 3, "do": "kill"}' --max_iters=20 ...
 
-at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace; before,
-after (an optimizer step);
+at      write (to a file beside its target), log (a line of metrics.jsonl), fsync, link, replace;
+        before, after (an optimizer step);
         agree (the ranks on whether to go on: once when they start, then once a step)
-n       the how-manieth call in this process, from 1 do      kill (SIGKILL of this process, with half of a
-write on the disk), error (a RuntimeError), the name of an errno
-        to raise, or of a signal for this process
+n       the how-manieth call in this process, from 1
+do      kill (SIGKILL of this process, with half of a write on the disk), error (a RuntimeError), the name of
+        an errno to raise, or of a signal for this process
 rank    under torchrun, the rank that it happens to; without it rank 0
 once    a file that is made when it happens: it does not happen again while that is there
 counts  instead of the others: a file that gets the number of calls of each kind

@@ -137,9 +137,8 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             seconds, runs = max(seconds, time.perf_counter() - began) if signum is None else seconds, runs + 1
         else:
             wanted = {"SIGTERM": (143,), "SIGINT": (130,)}.get(kind, (-9,))
-            if (
-                signum and modified(out / "metrics.jsonl") == was
-            ):  # before training it may die of the signal itself
+            # before training it may die of the signal itself
+            if signum and modified(out / "metrics.jsonl") == was:
                 wanted = (*wanted, -signum)
             assert status in wanted, (kind, status)
             whole(out)
@@ -192,9 +191,8 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                 else:
-                    everyone = (
-                        kind == "SIGTERM" and rng.random() < 0.5
-                    )  # as whoever ends a whole job does; torchrun passes it on as well
+                    # as whoever ends a whole job does; torchrun passes it on as well
+                    everyone = kind == "SIGTERM" and rng.random() < 0.5
                     for pid in (process.pid, *(ranks if everyone else ())):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, getattr(signal, kind))
@@ -217,9 +215,8 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
             else f"SIGKILL of one at {kind}"
         )
         stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
-        if (
-            kind.startswith("SIG") and training
-        ):  # they left together, and what they saved is that step; or the loop was over
+        # they left together, and what they saved is that step; or the loop was over
+        if kind.startswith("SIG") and training:
             step = read_file(out / "ckpt.pt")["progress"]["iter"]
             assert step == (int(stopped[2]) if stopped else RUN["max_iters"]), text
             name += " and the ranks" * everyone + ", saved and left"

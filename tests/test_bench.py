@@ -146,9 +146,8 @@ def test_gain_that_was_left_out_is_caught(monkeypatch):
 
 def test_logits_that_are_not_finite_are_refused(capsys, folder):
     model = Transformer.load(folder / "unfused.pt")
-    model.blocks[0].mlp.down.weight.data.fill_(
-        1e30
-    )  # finite, as a file must be; its product with the SwiGLU is not
+    # finite, as a file must be; its product with the SwiGLU is not
+    model.blocks[0].mlp.down.weight.data.fill_(1e30)
     model.blocks[0].mlp.gate_up.weight.data.fill_(1e30)
     torch.save(model.to_file({}), folder / "unfused.pt")
     with pytest.raises(BadInput, match="not finite"):

@@ -41,9 +41,10 @@ from config import Config
 from data import prepare
 from nanonorm.errors import one_line_errors
 
+# of the generators
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")
-]  # of the generators
+]
 LIMIT_S = 60  # for one case; the slowest takes about a second, on a machine that does nothing else
 MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused alike on every machine
 VOCAB = 360
@@ -130,9 +131,8 @@ def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes
         return
     *remarks, line = error.splitlines()
     assert line.startswith(f"{program}: ") and len(line) > len(program) + 10, error
-    if any(
-        reason in line for reason in ("not enough memory", "not exported", "cannot calibrate")
-    ):  # found at work, in what was allowed
+    # found at work, in what was allowed
+    if any(reason in line for reason in ("not enough memory", "not exported", "cannot calibrate")):
         assert all("metrics.jsonl is gone" in remark for remark in remarks), error  # said when the work began
         COUNTS[target, "stopped at work"] += 1
         return
@@ -157,10 +157,8 @@ def material(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr("nanonorm.run.measure_peak", lambda device, dtype: 1e12)  # a third of a second
     patch.setattr("nanonorm.machine.commit", lambda: None)
-    for name in (
-        "stdlib",
-        "tinystories",
-    ):  # prepared, as far as train.py sees: nothing is written to the checkout
+    # prepared, as far as train.py sees: nothing is written to the checkout
+    for name in ("stdlib", "tinystories"):
         (root / "data" / name).mkdir(parents=True)
         (root / "data" / name / "meta.json").touch()
     patch.setattr(train, "ROOT", root)
@@ -616,9 +614,8 @@ def file_target(material, case):
     name, changes, how, program, at, flip = case
     file = material.files[name]
     for kind, path, what in changes:
-        with contextlib.suppress(
-            KeyError, TypeError, RuntimeError, AttributeError, IndexError
-        ):  # the first change removed the place of the second
+        # the first change removed the place of the second
+        with contextlib.suppress(KeyError, TypeError, RuntimeError, AttributeError, IndexError):
             old = functools.reduce(lambda v, k: v[k], path[:-1], file)
             file = put(
                 file,

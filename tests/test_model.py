@@ -199,9 +199,8 @@ def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
     s, l2 = model.diagnostics(stream)
     centred = stream - stream.mean(-1, keepdim=True)
     assert s.item() == pytest.approx((centred.square().mean(-1) + 1e-6).sqrt().mean().item(), rel=1e-10)
-    assert l2.item() == pytest.approx(
-        logits.norm(dim=-1).mean().item(), rel=1e-10
-    )  # through W'W: squares lose digits
+    # through W'W: squares lose digits
+    assert l2.item() == pytest.approx(logits.norm(dim=-1).mean().item(), rel=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -271,11 +270,8 @@ def greedy_by_recomputation(model, idx, n: int, size: int):
 @pytest.mark.parametrize("form", ["trained", "folded"])
 def test_cached_generation_is_full_recomputation_token_for_token(variant, form):
     model = FORMS[form](tiny(variant, n_kv_head=2, tie_embeddings=False, std=0.5)).eval()
-    for prompt in (
-        tokens(2, 5),
-        tokens(2, 16, seed=1),
-        tokens(2, 21, seed=2),
-    ):  # below, at and above block_size
+    # below, at and above block_size
+    for prompt in (tokens(2, 5), tokens(2, 16, seed=1), tokens(2, 21, seed=2)):
         with torch.no_grad():
             wanted = greedy_by_recomputation(model, prompt, 30, 16)
         assert len(wanted[:, prompt.shape[1] :].unique()) > 3  # not one token for ever
@@ -342,9 +338,8 @@ def test_generate_is_reproducible_by_seed_and_leaves_the_global_stream_and_the_m
     assert not torch.equal(model.generate(prompt, 20, seed=6), first)
     assert torch.equal(first[:, :4], prompt) and first.shape == (2, 24)
     assert model.training
-    assert not torch.equal(
-        model.generate(prompt, 20), model.generate(prompt, 20)
-    )  # unseeded: the global stream
+    # unseeded: the global stream
+    assert not torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))
 
 
 def test_greedy_in_every_spelling():
@@ -580,9 +575,8 @@ def test_chunks_of_the_loss_do_not_add_up_in_bfloat16():
     wanted = torch.autograd.grad(F.cross_entropy(F.linear(y, W).flatten(0, 1), targets.flatten()), W)[0]
     with torch.autocast("cpu", torch.bfloat16):
         got = torch.autograd.grad(head_loss(y, W, None, targets), W)[0]
-    assert (
-        (got - wanted).norm() / wanted.norm() <= 5e-3
-    )  # 4.0e-3 seen; 6.8e-3 with a shared cast, and that grows with the number of chunks
+    # 4.0e-3 seen; 6.8e-3 with a shared cast, and that grows with the number of chunks
+    assert (got - wanted).norm() / wanted.norm() <= 5e-3
 
 
 def test_a_step_keeps_no_more_for_its_backward_than_it_must():

@@ -1,4 +1,5 @@
-"""Nothing lost, nothing silent: damaged files, full disks, killed processes, numbers that are none. kills.py has the many kills."""
+"""Nothing lost, nothing silent: damaged files, full disks, killed processes, numbers that are none.
+kills.py has the many kills."""
 
 import errno
 import json
@@ -24,7 +25,9 @@ from nanonorm.errors import BadFile
 from nanonorm.files import hold_folder, read_file
 from nanonorm.log import spike
 
-SHORT = dict(max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3)
+SHORT = dict(
+    max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3
+)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +50,8 @@ def resume(out) -> list[str]:
 
 
 def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
-    """Anywhere in the file: either it is refused, or what it holds is the same. torch.load alone reads most of them as they are."""
+    """Anywhere in the file: either it is refused, or what it holds is the same. torch.load alone reads most
+    of them as they are."""
     whole, content, rng = (short / "ckpt.pt").read_bytes(), final(short), random.Random(0)
     path, outcomes = tmp_path / "ckpt.pt", {"refused": 0, "the same": 0, "torch.load reads something else": 0}
     for _ in range(200):
@@ -73,7 +77,21 @@ def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
 def test_a_file_cut_anywhere_is_refused(short, tmp_path):
     whole, path = (short / "ckpt.pt").read_bytes(), tmp_path / "ckpt.pt"
     directory = whole.rindex(b"PK\1\2")  # the last entry of the central directory
-    lengths = {0, 1, 4, 29, 30, 63, 64, 65, 1000, len(whole) // 2, directory, directory + 20, *range(len(whole) - 30, len(whole))}
+    lengths = {
+        0,
+        1,
+        4,
+        29,
+        30,
+        63,
+        64,
+        65,
+        1000,
+        len(whole) // 2,
+        directory,
+        directory + 20,
+        *range(len(whole) - 30, len(whole)),
+    }
     for length in lengths:
         path.write_bytes(whole[:length])
         with pytest.raises(BadFile, match="damaged, cut short"):
@@ -83,7 +101,8 @@ def test_a_file_cut_anywhere_is_refused(short, tmp_path):
 
 
 def test_files_of_other_formats(short, tmp_path, capsys):
-    """One without a number is of format 1; a later one is refused, and no older checkpoint taken in its place."""
+    """One without a number is of format 1; a later one is refused, and no older checkpoint taken in its
+    place."""
     file = final(short)
     assert file["meta"].pop("format") == 1
     torch.save(file, tmp_path / "ckpt.pt")
@@ -97,7 +116,8 @@ def test_files_of_other_formats(short, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["bit", *(slow(x) for x in ("cut", "gone", "foreign"))])
 def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsys):
-    """With one line; the run then ends as ever, and the damaged file never takes the place of the good one."""
+    """With one line; the run then ends as ever, and the damaged file never takes the place of the good
+    one."""
     out = tmp_path / "run"
     shutil.copytree(short, out)
     whole, steps = (out / "ckpt.pt").read_bytes(), final(out)["progress"]["iter"]
@@ -107,7 +127,8 @@ def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsy
         (out / "ckpt.pt").unlink()
     before = read_file(out / "ckpt.prev.pt")["progress"]["iter"]
     assert before < steps
-    dead = launch(*resume(out), fault={"at": "before", "n": 2, "do": "kill"}, stdout=-3, stderr=-3)  # before it saves
+    # before it saves
+    dead = launch(*resume(out), fault={"at": "before", "n": 2, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
     assert read_file(out / "ckpt.prev.pt")["progress"]["iter"] == before
     capsys.readouterr()
@@ -145,7 +166,8 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("at, n", [("write", 700), slow("replace", 6), slow("log", 4), slow("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
-    """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py is the long form."""
+    """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py
+    is the long form."""
     out = tmp_path / "run"
     dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL
@@ -180,7 +202,9 @@ def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeyp
     (tmp_path / "out/folded.pt").unlink()
     train("--init_from=resume")  # out_dir is not named: its default
     assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
-    assert (tmp_path / "out/folded.pt").exists() and before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
+    assert (tmp_path / "out/folded.pt").exists() and before == {
+        p.name: p.stat().st_mtime_ns for p in short.iterdir()
+    }
 
 
 def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):
@@ -194,7 +218,8 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "at, n, error", [("write", 900, "ENOSPC"), slow("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), slow("replace", 1, "EROFS")]
+    "at, n, error",
+    [("write", 900, "ENOSPC"), slow("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), slow("replace", 1, "EROFS")],
 )
 def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
     out, words = tmp_path / "run", os.strerror(getattr(errno, error))
@@ -250,16 +275,20 @@ def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedPro
         pytest.skip("no mounts here")
     command = f'{mount} && {{ "$@"; status=$?; cp -r {tmp_path}/small/run {tmp_path}/left; exit $status; }}'
     program = [sys.executable, ROOT / "train.py", *argv]
-    return subprocess.run(["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True)
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, step", [("100k", None), ("400k", 0), ("1400k", 10)])
 def test_a_full_disk(short, corpus, tmp_path, size, step):
-    """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the third that a rename needs for a
-    moment: one line, and what is there stays good."""
+    """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the
+    third that a rename needs for a moment: one line, and what is there stays good."""
     done = in_tmpfs(tmp_path, size, "true", flags(tmp_path / "small/run", corpus, **SHORT))
-    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
     left = tmp_path / "left"
     assert not list(left.glob("*.tmp"))
     assert (read_file(left / "ckpt.pt")["progress"]["iter"] if (left / "ckpt.pt").exists() else None) == step
@@ -269,15 +298,23 @@ def test_a_full_disk(short, corpus, tmp_path, size, step):
 
 @pytest.mark.slow
 def test_a_read_only_disk(corpus, tmp_path):
-    done = in_tmpfs(tmp_path, "9m", f"mount -o remount,ro {tmp_path}/small", flags(tmp_path / "small/run", corpus, **SHORT))
-    assert done.returncode == 2 and "Read-only file system" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = in_tmpfs(
+        tmp_path,
+        "9m",
+        f"mount -o remount,ro {tmp_path}/small",
+        flags(tmp_path / "small/run", corpus, **SHORT),
+    )
+    assert done.returncode == 2 and "Read-only file system" in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
 
 
 # --- numbers
 
 
 def altered_loss(monkeypatch, by, when):
-    """Add `by` to the training loss of the micro-batches for whose targets `when` holds; the gradient stays as it is."""
+    """Add `by` to the training loss of the micro-batches for whose targets `when` holds; the gradient stays
+    as it is."""
     head_loss = network.head_loss
 
     def altered(x, weight, bias, targets):
@@ -294,7 +331,9 @@ def test_a_non_finite_loss_with_a_finite_gradient_stops(short, corpus, tmp_path,
     with monkeypatch.context() as patch:
         altered_loss(patch, torch.inf, lambda targets: seen.append(0) or len(seen) > step)
         status = train(*flags(tmp_path / "run", corpus, **SHORT), expect=None)
-    assert re.match(rf"train.py: step {step}: non-finite output of the loss; .*ckpt.pt keeps the last good state", status), status
+    assert re.match(
+        rf"train.py: step {step}: non-finite output of the loss; .*ckpt.pt keeps the last good state", status
+    ), status
     assert final(tmp_path / "run")["progress"]["iter"] <= step
     train(*resume(tmp_path / "run"))
     assert_same_run(short, tmp_path / "run")
@@ -315,7 +354,9 @@ def test_a_stream_of_zeros_is_not_calibrated_on(corpus, tmp_path, monkeypatch, c
     assert "0.attn: cannot calibrate on 8 steps" in refused(capsys, *flags(tmp_path / "run", corpus, **knobs))
     assert final(tmp_path / "run")["progress"]["iter"] == 5
     knobs["taper"] = "none"
-    assert "anchor: cannot calibrate on 8 steps" in refused(capsys, *flags(tmp_path / "anchor", corpus, **knobs))
+    assert "anchor: cannot calibrate on 8 steps" in refused(
+        capsys, *flags(tmp_path / "anchor", corpus, **knobs)
+    )
 
 
 def test_what_a_spike_is():
@@ -333,7 +374,9 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
     knobs = {**SHORT, "log_interval": 1, "learning_rate": 0.0}
     train(*flags(tmp_path / "run", corpus, **knobs))
     said = re.findall(r"step (\d+): train/loss \S+ is (\S+) nats above", capsys.readouterr().out)
-    spikes = {line["iter"]: line["train/spike"] for line in metrics(tmp_path / "run") if "train/spike" in line}
+    spikes = {
+        line["iter"]: line["train/spike"] for line in metrics(tmp_path / "run") if "train/spike" in line
+    }
     assert said == [(str(k), f"{v:.2f}") for k, v in spikes.items()]
     assert any(k > 16 for k in spikes) and all(2.5 < v < 3.5 for v in spikes.values())
     with monkeypatch.context() as patch:
@@ -351,8 +394,9 @@ TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 @pytest.mark.slow
 def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
-    """Rank 1 is killed at the fourth update of each start but the last: torchrun starts both again 20 times, they
-    go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that fails uses up a restart."""
+    """Rank 1 is killed at the fourth update of each start but the last: torchrun starts both again 20
+    times, they go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that
+    fails uses up a restart."""
     knobs = {**SHORT, **TWO, "max_iters": 42, "gate_start": 14, "gate_end": 32, "ckpt_interval": 2}
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
     assert process.wait(timeout=300) == 0, process.communicate()[0]
@@ -371,7 +415,14 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
     """Within seconds, with the traceback of the one that failed first."""
-    knobs = {**SHORT, **TWO, "max_iters": 10**6, "gate_end": 10**6, "ckpt_interval": 10**6, "eval_interval": 10**6}
+    knobs = {
+        **SHORT,
+        **TWO,
+        "max_iters": 10**6,
+        "gate_end": 10**6,
+        "ckpt_interval": 10**6,
+        "eval_interval": 10**6,
+    }
     fault = {"at": "before", "n": 40, "do": "error", "rank": rank, "once": str(tmp_path / "happened")}
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
     while not (tmp_path / "happened").exists():
@@ -389,13 +440,17 @@ def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
 def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
     """In another process, with another order of hashes."""
     process = launch(
-        *flags(tmp_path / "run", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}, stdout=-3
+        *flags(tmp_path / "run", corpus, **SHORT),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"},
+        stdout=-3,
     )
     assert process.wait() == 0
     assert_same_run(short, tmp_path / "run")
     for name in ("unfused.pt", "folded.pt"):
         assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
-    a, b = (json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) for out in (short, tmp_path / "run"))
+    a, b = (
+        json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) for out in (short, tmp_path / "run")
+    )
     assert {**a, "settings": 0} == {**b, "settings": 0}
 
 
@@ -405,9 +460,15 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
 def test_a_signal_to_one_rank_at_a_log_line_stops_both_at_the_same_step(corpus, tmp_path):
     """It comes after the ranks have agreed to go on, so they leave after the next step, and save it."""
     fault = {"at": "log", "n": 2, "do": "SIGTERM"}  # step 6
-    process = launch(*flags(tmp_path / "run", corpus, **{**SHORT, **TWO}), ranks=2, fault=fault, stdout=-1, stderr=-2)
+    process = launch(
+        *flags(tmp_path / "run", corpus, **{**SHORT, **TWO}), ranks=2, fault=fault, stdout=-1, stderr=-2
+    )
     said = process.communicate(timeout=180)[0]
-    assert process.returncode != 0 and "stopped by SIGTERM at step 7" in said and f'File "{ROOT}/train.py' not in said, said
+    assert (
+        process.returncode != 0
+        and "stopped by SIGTERM at step 7" in said
+        and f'File "{ROOT}/train.py' not in said
+    ), said
     assert final(tmp_path / "run")["progress"]["iter"] == 7
 
 
@@ -416,10 +477,21 @@ def test_a_signal_while_the_ranks_agree_counts_at_the_next_step(corpus, tmp_path
     """Whatever rank it comes to: both leave after the same step, and the run resumed ends the same."""
     knobs = {**SHORT, **TWO}
     for rank in (0, 1):
-        fault = {"at": "agree", "n": 8, "do": "SIGTERM", "rank": rank}  # the first is at the start, so this one ends step 7
-        process = launch(*flags(tmp_path / f"{rank}", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
+        fault = {
+            "at": "agree",
+            "n": 8,
+            "do": "SIGTERM",
+            "rank": rank,
+        }  # the first is at the start, so this one ends step 7
+        process = launch(
+            *flags(tmp_path / f"{rank}", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2
+        )
         said = process.communicate(timeout=180)[0]
-        assert process.returncode != 0 and "stopped by SIGTERM at step 8" in said and f'File "{ROOT}/train.py' not in said, said
+        assert (
+            process.returncode != 0
+            and "stopped by SIGTERM at step 8" in said
+            and f'File "{ROOT}/train.py' not in said
+        ), said
         assert final(tmp_path / f"{rank}")["progress"]["iter"] == 8
     process = launch("--init_from=resume", f"--out_dir={tmp_path}/1", ranks=2, stdout=-1, stderr=-2)
     assert process.wait(timeout=300) == 0, process.communicate()[0]
@@ -441,7 +513,9 @@ def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     before = {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
-    process = launch("--init_from=resume", "--out_dir=run", ranks=2, script=tmp_path / "apart.py", stdout=-1, stderr=-2)
+    process = launch(
+        "--init_from=resume", "--out_dir=run", ranks=2, script=tmp_path / "apart.py", stdout=-1, stderr=-2
+    )
     said = process.communicate(timeout=300)[0]
     assert process.returncode != 0 and f'File "{ROOT}/train.py' not in said, said
     assert "the ranks found checkpoints of steps 20 to 24 in run: it was being written; start again" in said
@@ -486,7 +560,10 @@ def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, monkeypatch, capsys):
     shutil.copytree(short, out := tmp_path / "run")
-    for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+    for error in (
+        OSError(errno.ESTALE, "Stale file handle"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
 
         def failing(*_, error=error, **__):
             raise error
@@ -499,20 +576,34 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, m
 
 
 def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
-    knobs = {**SHORT, "learning_rate": 1e39, "warmup_iters": 0, "ckpt_interval": 1, "taper": "none", "aux_weight": 0.0}
+    knobs = {
+        **SHORT,
+        "learning_rate": 1e39,
+        "warmup_iters": 0,
+        "ckpt_interval": 1,
+        "taper": "none",
+        "aux_weight": 0.0,
+    }
     said = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
-    assert re.match(r"train.py: step 0: its update left \S+ non-finite; .*ckpt.pt keeps the last good state", said), said
+    assert re.match(
+        r"train.py: step 0: its update left \S+ non-finite; .*ckpt.pt keeps the last good state", said
+    ), said
     assert all(t.isfinite().all() for t in final(tmp_path / "run")["state"].values())
 
 
 def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     for init_from in ("scratch", "auto"):
-        assert "without a checkpoint (config.json); remove it" in refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
+        assert "without a checkpoint (config.json); remove it" in refused(
+            capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}"
+        )
 
 
 def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
-    for change in (lambda c: c["optimizer"].update(state={}), lambda c: c["progress"]["totals"].fill_(float("nan"))):
+    for change in (
+        lambda c: c["optimizer"].update(state={}),
+        lambda c: c["progress"]["totals"].fill_(float("nan")),
+    ):
         shutil.copytree(short, out := tmp_path / f"{len(list(tmp_path.iterdir()))}")
         change(ckpt := final(out))
         torch.save(ckpt, out / "ckpt.pt")
@@ -523,11 +614,15 @@ def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
 def test_what_lies_behind_the_checkpoint_in_a_log_does_not_matter(short, corpus, tmp_path):
     """It is logged again."""
     out = tmp_path / "run"
-    dead = launch(*flags(out, corpus, **SHORT), fault={"at": "before", "n": 15, "do": "kill"}, stdout=-3, stderr=-3)
+    dead = launch(
+        *flags(out, corpus, **SHORT), fault={"at": "before", "n": 15, "do": "kill"}, stdout=-3, stderr=-3
+    )
     assert dead.wait() == -signal.SIGKILL and final(out)["progress"]["iter"] == 10
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert b'"iter": 12' in lines[4]
-    (out / "metrics.jsonl").write_bytes(b"".join([*lines, b"\0\0\n", b'{"iter": 13, "train/loss": "x"}\n', b"{\n", b'{"it']))
+    (out / "metrics.jsonl").write_bytes(
+        b"".join([*lines, b"\0\0\n", b'{"iter": 13, "train/loss": "x"}\n', b"{\n", b'{"it'])
+    )
     train(*resume(out))
     assert_same_run(short, out)
 
@@ -568,7 +663,8 @@ def test_a_folder_made_again_under_a_run_is_not_written(corpus, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "signals, status", [((signal.SIGTERM,) * 3, 143), slow((signal.SIGTERM, signal.SIGINT), -2), slow((signal.SIGINT,) * 2, -2)]
+    "signals, status",
+    [((signal.SIGTERM,) * 3, 143), slow((signal.SIGTERM, signal.SIGINT), -2), slow((signal.SIGINT,) * 2, -2)],
 )
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
@@ -592,7 +688,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])
-def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_path, monkeypatch, capsys, split):
+def test_another_text_behind_the_same_tokenizer_is_refused(
+    short, corpus, tmp_path, monkeypatch, capsys, split
+):
     shutil.copytree(corpus, there := tmp_path / "corpus")
     train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
     tokens = np.fromfile(there / f"{split}.bin", "<u2")
@@ -609,10 +707,12 @@ def test_another_text_behind_the_same_tokenizer_is_refused(short, corpus, tmp_pa
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "abc"},
+@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0",
+    "LOCAL_RANK": "0"}, {"RANK": "abc"},
                                   {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])  # fmt: skip
 def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, told):
-    """An environment that names a rank where no torchrun started one: training as rank 1 would write nothing."""
+    """An environment that names a rank where no torchrun started one: training as rank 1 would write
+    nothing."""
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     for more in {}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"} if told.get("LOCAL_RANK") != "1" else {}:
@@ -625,7 +725,8 @@ def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, to
 
 @pytest.mark.parametrize("step", [0, slow(1)])
 def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkeypatch, capsys, step):
-    """With other settings, so that what its line advises works; not one that has logged anything, and never what is not a run's own."""
+    """With other settings, so that what its line advises works; not one that has logged anything, and never
+    what is not a run's own."""
     out, backward, steps = tmp_path / "run", torch.Tensor.backward, []
     out.mkdir()
     (out / "folded.pt").write_bytes(b"of another time")
@@ -638,9 +739,13 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", failing)
-        assert "make the model or the batch smaller" in refused(capsys, *flags(out, corpus, **SHORT, batch_size=8))
+        assert "make the model or the batch smaller" in refused(
+            capsys, *flags(out, corpus, **SHORT, batch_size=8)
+        )
     assert (out / "folded.pt").read_bytes() == b"of another time" and final(out)["progress"]["iter"] == 0
-    assert "batch_size=4 differs from 8" in refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
+    assert "batch_size=4 differs from 8" in refused(
+        capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4)
+    )
     gone, unlink = [], Path.unlink
 
     def ended(path, **more):  # when the first file of the old run is cleared
@@ -656,28 +761,48 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
     train(*argv)
     assert_same_run(short, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
-    dead = launch(*flags(tmp_path / "logged", corpus, **SHORT), fault={"at": "before", "n": 4, "do": "kill"}, stdout=-3, stderr=-3)
+    dead = launch(
+        *flags(tmp_path / "logged", corpus, **SHORT),
+        fault={"at": "before", "n": 4, "do": "kill"},
+        stdout=-3,
+        stderr=-3,
+    )
     assert dead.wait() == -signal.SIGKILL and final(tmp_path / "logged")["progress"]["iter"] == 0
     assert "holds another run" in refused(capsys, *flags(tmp_path / "logged", corpus, **SHORT))
 
 
 def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    dead = launch(*flags(out, corpus, **SHORT), fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3)
+    dead = launch(
+        *flags(out, corpus, **SHORT), fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3
+    )
     assert dead.wait() == -signal.SIGKILL
     capsys.readouterr()
     for _ in range(2):  # what the first of these does is lost
-        dead = launch(*resume(out), "--dtype=float64", fault={"at": "before", "n": 3, "do": "kill"}, stdout=-3, stderr=-3)
+        dead = launch(
+            *resume(out),
+            "--dtype=float64",
+            fault={"at": "before", "n": 3, "do": "kill"},
+            stdout=-3,
+            stderr=-3,
+        )
         assert dead.wait() == -signal.SIGKILL
     monkeypatch.setattr("nanonorm.machine.processor", lambda device: "another")
     train(*resume(out))
-    assert "going on with processor another in place of " in (error := capsys.readouterr().err) and "not the same run to the bit" in error
+    assert (
+        "going on with processor another in place of " in (error := capsys.readouterr().err)
+        and "not the same run to the bit" in error
+    )
     (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
-    assert again["iter"] == 15 and (again["versions"]["dtype"], again["versions"]["processor"]) == ("float32", "another")
+    assert again["iter"] == 15 and (again["versions"]["dtype"], again["versions"]["processor"]) == (
+        "float32",
+        "another",
+    )
 
 
 def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
-    """Killed behind its first log lines and before its first checkpoint: whoever begins again is who made the run."""
+    """Killed behind its first log lines and before its first checkpoint: whoever begins again is who made
+    the run."""
     argv = flags(tmp_path / "run", corpus, **SHORT, init_from="auto")
     dead = launch(*argv, fault={"at": "before", "n": 5, "do": "kill"}, stdout=-3, stderr=-3)
     assert dead.wait() == -signal.SIGKILL and final(tmp_path / "run")["progress"]["iter"] == 0
@@ -688,7 +813,8 @@ def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
-    process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
+    process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1",
+    "PYTHONIOENCODING": "ascii"},
                      stdout=-1, stderr=-1)  # fmt: skip
     said, error = process.communicate(timeout=300)
     assert process.returncode == 0 and r"\xe9" in said and "Traceback" not in error

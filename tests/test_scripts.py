@@ -133,9 +133,8 @@ def test_peaks_are_what_a_step_holds_at_once():
     code = "import torch; from scripts.speed.turns import resident_peak as peak; "
     code += "print(peak(lambda: torch.ones(5000, 3000)))"
     command = [sys.executable, "-c", code]  # a fresh process: this one would use what it has freed first
-    assert (
-        59e6 < int(subprocess.check_output(command, cwd=ROOT)) < 70e6
-    )  # the tensor's 60 MB, and a little more
+    # the tensor's 60 MB, and a little more
+    assert 59e6 < int(subprocess.check_output(command, cwd=ROOT)) < 70e6
 
 
 def test_a_resident_peak_that_the_system_does_not_count_is_none(monkeypatch):
@@ -208,9 +207,8 @@ def test_gpu_scripts_run_at_toy_sizes_on_a_cpu(script, written, tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    subprocess.run(
-        ["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True
-    )  # they prepare a corpus there
+    # they prepare a corpus there
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     command, clone = ["bash", f"scripts/{script}", tmp_path / "out"], tmp_path / "clone"
     run = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -175,9 +175,8 @@ def test_c_is_the_least_squares_fit_of_the_scaling_to_the_norm(variant, skip_fir
         solution = torch.linalg.lstsq(
             (x * weights[name]).reshape(-1, 1), (xhat * weights[name]).reshape(-1, 1)
         ).solution
-        assert norm.c.item() == pytest.approx(solution.item(), rel=1e-10), (
-            name
-        )  # delta = 1e-12 beside den > 0.01
+        # delta = 1e-12 beside den > 0.01
+        assert norm.c.item() == pytest.approx(solution.item(), rel=1e-10), name
         other = seen[name][0] if skip_first else seen[name][0][:, 1:]
         x, xhat = normalized(other, norm.centre, 1e-6)
         different = torch.linalg.lstsq(
@@ -468,9 +467,10 @@ def test_the_norm_phase_is_the_baseline_bit_for_bit(norm, taper, aux_weight):
         start = state_of(model)
         losses.append(train(model))
         states.append(dict(model.named_parameters()))
+        # it did train
         assert not any(
             torch.equal(p, start[n]) for n, p in states[-1].items() if not n.endswith("weight_tilde")
-        )  # it did train
+        )
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
     for name, p in states[0].items():
         assert torch.equal(p, states[1][name]), name

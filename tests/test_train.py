@@ -99,9 +99,8 @@ def test_diagnostics_are_what_they_say(reference):
     model.norm_final.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     logits = model(idx)
     s, l2 = model.diagnostics(seen[0])
-    torch.testing.assert_close(
-        l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0
-    )  # float32, another order of summation
+    # float32, another order of summation
+    torch.testing.assert_close(l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0)
     torch.testing.assert_close(s, seen[0].square().mean(-1).sqrt().mean(), rtol=1e-5, atol=0)
 
 
@@ -333,9 +332,8 @@ def test_a_step_as_a_cuda_graph(corpus, tmp_path, compile):
     for name, graph in (("eager", False), ("graph", True)):
         train(*flags(tmp_path / name, corpus, **knobs, cuda_graph=graph))
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
-        assert a["train/ce"] == pytest.approx(
-            b["train/ce"], rel=1e-3
-        )  # float32 sums in another order, over 40 steps
+        # float32 sums in another order, over 40 steps
+        assert a["train/ce"] == pytest.approx(b["train/ce"], rel=1e-3)
 
 
 def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):

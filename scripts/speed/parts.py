@@ -40,16 +40,14 @@ from nanonorm.typed import Count
 from scripts.speed.turns import tensor_peak
 from train import Step
 
+Table = Literal["loss", "attention", "step", "kernels"]
+
 
 @dataclass
 class Parts:
     """What is timed. The shape of the step is the demo's."""
 
-    what: tuple[Literal["loss", "attention", "step", "kernels"], ...] = (
-        "loss",
-        "attention",
-        "step",
-    )  # tables
+    what: tuple[Table, ...] = ("loss", "attention", "step")  # tables to print
     tokens: Count = 4096  # of a batch, for the loss
     loss_embd: tuple[Count, ...] = (64, 128, 256, 512)  # widths of the head's input
     loss_vocab: Count = 10_000  # its token ids
