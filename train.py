@@ -4,7 +4,7 @@
     python train.py config/taper_30m.py --max_iters=20000        # files in order, then flags; --help lists them
     python train.py --init_from=resume --out_dir=out/taper_30m   # go on with a run; auto: if there is one
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
-                                                                 # several processes, the same 16 windows a step
+                                                                 # several processes, still 16 windows a step
 
 Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model
 and, at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).

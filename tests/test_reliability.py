@@ -668,8 +668,10 @@ def test_a_folder_made_again_under_a_run_is_not_written(corpus, tmp_path, monkey
 )
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
-    out, code = tmp_path / "run", f"import os, signal, torch; step, steps = torch.optim.AdamW.step, []\n"  # noqa: F541
-    code += f"""
+    out = tmp_path / "run"
+    code = f"""
+import os, signal, torch
+step, steps = torch.optim.AdamW.step, []
 def signalling(*args, **more):
     steps.append(0)
     for s in {tuple(map(int, signals))} if len(steps) == 7 else ():
