@@ -791,10 +791,10 @@ def test_without_transformers_the_command_names_the_remedy():
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install transformers" in done.stderr
 
 
-def test_the_readme_example(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (code,) = [block for block in blocks if "nanonorm.foldable" in block]
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_example_of_the_report(capsys):
+    text = (ROOT / "results/foldable.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(code, "results/foldable.md", "exec"), {})
     assert capsys.readouterr().out.split("\n") == ["foldable", "5 of 5 True", ""]
 
 

@@ -41,7 +41,7 @@ KNOBS = {
 
 
 def test_the_folding_example_prints_what_it_should():
-    (code,) = [block for block in BLOCKS["python"] if "fold(model)" in block]
+    (code,) = [block for block in BLOCKS["python"] if "fold(model" in block]
     assert len(code.splitlines()) <= 30
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
