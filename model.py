@@ -63,7 +63,7 @@ class ModelConfig:
     calib_skip_first: bool = False  # leave position 0 of every window out of the calibration
     coupled_grad: bool = False  # let the gradient through the statistic that CoupledNorm's MLP reuses
     coupled_from_layer: Whole = 0  # blocks below this one keep plain RMSNorm (coupled only)
-    # which transformation made this model; no knob
+    # how this model was derived; not a knob
     form: Literal["trained", "unfused", "folded", "weightless"] = "trained"
 
     def __post_init__(self):
@@ -109,9 +109,8 @@ class ModelConfig:
 
     @property
     def hidden(self) -> int:
-        """SwiGLU width: 8/3 n_embd rounded up to a multiple of 8. Three matrices of it cost what two of 4
-        n_embd would."""
-        return 8 * math.ceil(self.n_embd / 3)
+        """SwiGLU width: 8/3 n_embd rounded up to a multiple of 8."""
+        return 8 * math.ceil(self.n_embd / 3)  # three matrices of it cost what two of 4 n_embd would
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ class Tracker(nn.Module):
         buffer.copy_(value)
 
 
-DELTA = 1e-12  # keeps c finite where nothing flows
+DELTA = 1e-12  # keeps c finite where the stream is 0
 
 
 class TaperNorm(Tracker):
@@ -308,8 +307,7 @@ class TaperNorm(Tracker):
         self.weight_tilde.copy_(self.weight)
 
     def fixed(self):
-        """c * weight_tilde, the scaling at g = 0 (D); before calibration what it would be now, as far as
-        anything was seen."""
+        """c * weight_tilde, the scaling at g = 0 (D); before calibration what c_now() makes of it."""
         if self.phase != "norm":
             return self.c * self.weight_tilde
         return torch.where(self.ema_count > 0, self.c_now() * self.weight, self.c * self.weight_tilde)
@@ -406,8 +404,7 @@ class CentredLinear(nn.Linear):
 
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor:
-    """Rotary tables in float32: (2, block_size, 1, C). [0] is cos, [1] sin with the half-split rotation's
-    sign."""
+    """float32 rotary tables (2, block_size, 1, C): [0] cos, [1] sin with the half-split rotation's sign."""
     numbers = partial(torch.arange, device=device, dtype=torch.float32)
     frequency = c.rope_base ** (-numbers(0, c.head_dim, 2) / c.head_dim)
     angle = torch.outer(numbers(c.block_size), frequency)  # (block_size, C/2)
@@ -471,8 +468,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         """(B, T, D) -> (B, T, D)"""
-        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if eager and (down := product_matrix(self.down)) is not None:
+        uncompiled = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a compiler fuses better
+        if uncompiled and (down := product_matrix(self.down)) is not None:
             return swiglu_product(self.gate_up(x), down)
         return self.down(swiglu(self.gate_up(x)))
 
@@ -526,8 +523,7 @@ def add_product(residual, x, linear: nn.Linear):
 
 
 class Losses(NamedTuple):
-    """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached, to look
-    at."""
+    """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached."""
 
     total: torch.Tensor
     ce: torch.Tensor
@@ -536,8 +532,7 @@ class Losses(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """`model(idx)` gives logits; `model(idx, targets)` gives Losses. In eval mode whatever tapers is at g =
-    0."""
+    """`model(idx)` gives logits, `model(idx, targets)` Losses. In eval mode whatever tapers is at g = 0."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -568,8 +563,7 @@ class Transformer(nn.Module):
     # --- forward
 
     def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
-        """idx, targets: (B, T) token ids. Returns logits (B, T, V), or (B, 1, V) with last_only; or
-        Losses."""
+        """idx, targets: (B, T) token ids. Returns logits (B, T, V), with last_only (B, 1, V); or Losses."""
         T = idx.shape[1]
         x = self.tok_emb(idx)  # (B, T, D)
         if cache is None:
@@ -600,8 +594,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def diagnostics(self, stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean scale of the final norm's input and mean l2 norm of the logit vectors, 0-dim. stream: (B, T,
-        D).
+        """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
 
         |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
         """
@@ -612,8 +605,7 @@ class Transformer(nn.Module):
         return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
     def flops_per_token(self) -> int:
-        """Of a training step, forward and backward, at a full window: 6 per matrix weight, and causal
-        attention."""
+        """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention."""
         c = self.config
         matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
         if self.lm_head is not None:
@@ -634,7 +626,7 @@ class Transformer(nn.Module):
         return self.taper_norms() | ({} if self.anchor is None else {"anchor": self.anchor})
 
     def set_phase(self, phase: str):
-        """ "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
+        """phase: "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
         self.phase = phase
         for t in self.trackers().values():
             t.phase = phase
@@ -644,8 +636,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def calibrate(self):
-        """At the end of the norm phase: freeze every c and the scale target. Raises: ModelError, naming the
-        norm."""
+        """Freeze every c and the scale target as the norm phase ends. Raises: ModelError, naming the norm."""
         for name, tracker in self.trackers().items():
             try:
                 tracker.calibrate()
@@ -771,8 +762,7 @@ def compiled_decoding(model: Transformer, device: torch.device):
 
 
 def check_state(state: dict, wanted: dict, path):
-    """ModelError, naming the tensor, unless `state` has the names and shapes of `wanted` and finite
-    values."""
+    """Raises: ModelError, naming the tensor, unless `state` is finite and shaped and named as `wanted`."""
     for name in sorted(wanted.keys() | state.keys(), key=str):
         if name not in state:
             raise ModelError(f"{path} does not fit its config: tensor {name} is missing")
@@ -786,7 +776,7 @@ def check_state(state: dict, wanted: dict, path):
 
 
 def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rng):
-    """(B, V) -> (B, 1)."""
+    """Draw the next token of each row. (B, V) -> (B, 1)."""
     if temperature < 1e-6:  # divided by less, logits would overflow
         return logits.argmax(-1, keepdim=True)
     logits = (upcast(logits) / temperature).nan_to_num()  # to draw from; generate() refuses the rest
@@ -888,8 +878,7 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
 
 
 def export(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, float]]:
-    """FORMS[form](model), and its fold_error on idx (B, T) in float64 and in the model's own type, by dtype
-    name.
+    """(FORMS[form](model), {dtype: its fold_error on idx (B, T)}), in float64 and in the model's own type.
 
     Raises: ModelError if an error exceeds TOLERANCE or is not finite.
     """

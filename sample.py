@@ -33,9 +33,7 @@ class Sample:
     max_new_tokens: Whole = 200  # tokens to add at most; an end token ends a sample earlier
     temperature: NonNegative = 0.8  # 0: always the likeliest token
     top_k: Count | None = 200  # keep the k likeliest tokens; None: all
-    top_p: Annotated[float, Range(1e-9, 1.0)] = (
-        1.0  # keep the smallest set of tokens with this much probability
-    )
+    top_p: Annotated[float, Range(1e-9, 1.0)] = 1.0  # keep the fewest tokens with this much probability
     seed: Whole = 1337  # of the sampling
     device: str = "cpu"  # cpu, cuda, ...
     compile: bool = False  # compile the step to the next token: half a minute once, up to 2x for small models
@@ -43,8 +41,7 @@ class Sample:
 
 
 def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokenizer:
-    """The tokenizer that `model`, read from `path`, was trained with. Raises: BadInput if it is another
-    one."""
+    """The tokenizer that `model`, read from `path`, was trained with. Raises: BadInput if it is not."""
     file = override or path.parent / "tokenizer.model"
     tokenizer = load_tokenizer(file)
     named = model.meta.get("corpus", {}).get("tokenizer_sha256", tokenizer.sha256)

@@ -86,8 +86,9 @@ def gate_at(step: int, cfg) -> tuple[str, float]:
 class Step:
     """Forward, backward, statistics, clipping, AdamW: `step.at(k); step(x, y)` is optimizer step k of a run.
 
-    Nothing in it waits for the device. `totals` sums ce, aux and 1 over micro-batches until they are read.
-    A step whose loss or gradient is not finite updates nothing, nor does any later one; `check` finds out.
+    Nothing in it waits for the device, except where AdamW is not fused. `totals` sums ce, aux and 1 over
+    micro-batches until they are read. A step whose loss or gradient is not finite updates nothing, nor does
+    any later one; `check` finds out.
     """
 
     def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype: torch.dtype, ranks):
@@ -104,16 +105,15 @@ class Step:
         self.enter(model.phase)
 
     def enter(self, phase: str):
-        """Begin a phase: DDP is tied to the parameters that train when it is built, a graph to what it
-        launches."""
+        """Begin a phase. DDP fixes the trainable parameters and a graph its kernels: both are made anew."""
         self.model.set_phase(phase)
         self.wrapped = self.forward
         if self.ranks.size > 1:
-            # broadcast_buffers was renamed
+            # a warning that broadcast_buffers has another name now
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 self.wrapped = DistributedDataParallel(self.forward, broadcast_buffers=False)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.update = Replayed(self.eager) if self.cfg.cuda_graph else self.eager
+        self.update = Replayed(self.once) if self.cfg.cuda_graph else self.once
 
     def at(self, step: int):
         """Set a step's phase, gate and learning rate. Raises: ModelError if there is nothing to calibrate
@@ -133,11 +133,13 @@ class Step:
         self.model.gate.fill_(gate_at(step, self.cfg)[1])
 
     def __call__(self, x, y):
-        """x, y: inputs and targets (micro_steps, B, T). Returns the final norm's input in the last
-        micro-batch (B, T, D) and the norms of the gradients of `trained` before clipping (len(trained))."""
-        return self.update(x, y)
+        """x, y: inputs and targets (micro_steps, B, T). Returns, and keeps as `last`, the final norm's
+        input in the last micro-batch (B, T, D) and the gradient norms of `trained` before clipping
+        (len(trained))."""
+        self.last = self.update(x, y)
+        return self.last
 
-    def eager(self, x, y):
+    def once(self, x, y):
         for micro in range(self.micro_steps):
             if self.ranks.size > 1:
                 self.wrapped.require_backward_grad_sync = micro == self.micro_steps - 1
@@ -162,12 +164,10 @@ class Step:
         return losses.stream, norms
 
     def restore(self, start: Beginning):
-        """Go on with a checkpoint's optimizer and sums, if the run begins with one. Raises: BadInput."""
-        if start.file is not None:
-            restore(self.optimizer, start.file, start.source)
-            if self.ranks.main:
-                self.totals += start.progress.totals.to(self.totals.device)
-            start.file = start.progress.totals = None  # frees the copies
+        """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
+        restore(self.optimizer, start.file, start.source)
+        if self.ranks.main:
+            self.totals += start.progress.totals.to(self.totals.device)
 
     def gather_totals(self):
         """Give the main rank everyone's sums; the others begin anew."""
@@ -187,7 +187,7 @@ class Step:
         bad = self.first_bad()
         if bad is not None:
             self.set_gate(bad)
-            self.update = None  # a graph keeps the memory of a whole step
+            self.update = self.last = None  # a graph keeps the memory of a whole step
             where = first_nonfinite(self.model, zip(*batch_of(bad), strict=True), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
         for name, p in self.model.named_parameters() if weights else ():
@@ -203,7 +203,7 @@ def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> tor
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
     betas = (cfg.beta1, cfg.beta2)
-    fused = device.type in ("cpu", "cuda")  # mps has it, but would not skip a step that is not finite
+    fused = device.type in ("cpu", "cuda")  # mps has a fused one that would not skip a bad step
     return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
 
 
@@ -221,11 +221,11 @@ def grad_norms(names: list[str], norms) -> dict[str, float]:
     return out
 
 
-def log_line(step: Step, done: int, stream, norms, tokens_per_s: float, peak: float) -> dict[str, float]:
-    """The metrics after `done` steps, by their names in wandb. stream, norms: what the last step returned,
-    of the first rank's last micro-batch, which the old weights saw; peak: FLOP/s of the machine, 0 if not
+def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[str, float]:
+    """The metrics after `done` steps, by their names in wandb. Those of the stream and the gradient are of
+    the first rank's last micro-batch, which the old weights saw. peak: FLOP/s of the machine, 0 if not
     measured."""
-    model, totals = step.model, step.totals
+    model, totals, (stream, norms) = step.model, step.totals, step.last
     step.ranks.sum(totals)
     ce, aux, n = totals.tolist()
     totals.zero_()
@@ -326,7 +326,9 @@ def main(held: ExitStack):
     model = make_model(start, corpus, data_folder)
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     step = Step(model, cfg, device, dtype, ranks)
-    step.restore(start)
+    if start.file is not None:
+        step.restore(start)
+        start.file = progress.totals = None  # frees the copies
 
     # --- run folder
     folder = RunFolder(start, ranks)
@@ -361,12 +363,12 @@ def main(held: ExitStack):
     interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step
     folder.open_bar(device, dtype)
     gc.collect()
-    gc.disable()  # its pauses are not the step's; whatever gathers goes when a checkpoint is written
+    gc.disable()  # a collection would distort a step's time; garbage is collected at checkpoints
     clock, clock_iter = time.perf_counter(), progress.iter
     while progress.iter < cfg.max_iters and not stop:
         k = progress.iter
         step.at(k)
-        stream, norms = step(*batch_of(k))
+        step(*batch_of(k))
         progress.iter = k + 1
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
@@ -380,7 +382,7 @@ def main(held: ExitStack):
         line = {}
         if logs:
             speed = (k + 1 - clock_iter) * tokens_per_iter / (time.perf_counter() - clock)
-            line = log_line(step, k + 1, stream, norms, speed, folder.peak)
+            line = log_line(step, k + 1, speed, folder.peak)
         if evals:
             progress.val = val_line(step, val_tokens, corpus, device)
             line |= progress.val
@@ -415,5 +417,5 @@ def main(held: ExitStack):
 if __name__ == "__main__":
     keep_freed_memory()
     torch.set_flush_denormal(True)  # on gradients that are almost 0 CPUs take 30 times as long
-    with one_line_errors(), ExitStack() as held:  # of the run folder
+    with one_line_errors(), ExitStack() as held:  # held: the lock on the run folder
         main(held)

@@ -1,5 +1,4 @@
-"""Every knob of a training run: its type, its default, one line of comment, and whether a resumed run may
-change it.
+"""Every knob of a training run: its type, default and comment, and whether a resumed run may change it.
 
 The architecture's knobs are declared in model.ModelConfig and taken from there. nanonorm/cli.py sets them
 all from config files and flags; the files of this folder are one run each.
@@ -16,8 +15,10 @@ from nanonorm.typed import Count, NonNegative, Range, Whole, hints
 
 
 def model_knobs() -> type:
-    """ModelConfig's fields as a dataclass of knobs that can be set one by one. `form` is none, and a run
-    leaves vocab_size to its corpus."""
+    """ModelConfig's fields as a dataclass of knobs that can be set one by one.
+
+    `form` is not a knob; vocab_size may be None: the corpus's.
+    """
     knobs = []
     for f in dataclasses.fields(ModelConfig):
         kind = hints(ModelConfig)[f.name]
@@ -37,13 +38,13 @@ class Config(ModelKnobs):
 
     # the run
     out_dir: str = "out"  # folder the run writes
-    init_from: Literal["scratch", "resume", "auto"] = "scratch"  # resume: the run in out_dir; auto: if any
+    init_from: Literal["scratch", "resume", "auto"] = "scratch"  # auto: resume if there is one, else start
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Count = 1000  # steps between passes over the validation split
     log_interval: Count = 10  # steps between log lines
     ckpt_interval: Count = 1000  # steps between checkpoints: the most that a kill -9 can cost
     wandb_log: bool = False  # log to Weights & Biases as well
-    wandb_mode: Literal["online", "offline", "disabled"] = "online"  # offline writes to out_dir
+    wandb_mode: Literal["online", "offline", "disabled"] = "online"  # offline: in out_dir, for `wandb sync`
     wandb_project: str = "nanonorm"  # wandb project
     wandb_run_name: str | None = None  # wandb run name; None: the name of out_dir
     # data
@@ -61,7 +62,7 @@ class Config(ModelKnobs):
     lr_decay_iters: Count | None = None  # step at which the decay reaches min_lr; None: max_iters
     min_lr: NonNegative = 0.0  # where the decay ends
     # taper
-    gate_start: Whole | None = None  # step that ends calibration and starts the gate; None: warmup_iters
+    gate_start: Whole | None = None  # step that starts the gate, freezes the scale target; None: warmup_iters
     gate_end: Count | None = None  # step from which the gate is 0; None: max_iters
     # system
     seed: Whole = 1337  # of the weights and of the order of the data

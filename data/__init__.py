@@ -32,7 +32,7 @@ from data.tokenizer import (
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT, atomic_write
+from nanonorm.files import ROOT, atomic_write, json_object
 from nanonorm.typed import Count, Range, Record, Whole, why
 
 DTYPE = "<u2"  # of the token files
@@ -130,20 +130,21 @@ Line = Annotated[str, AfterValidator(printable)]
 
 
 class Manifest(Record):
-    """meta.json, in the order of its keys: what the files beside it hold."""
+    """meta.json, in the order of its keys: what the files beside it hold. A reader does without those that
+    have a default."""
 
     vocab_size: Annotated[int, Range(MIN_VOCAB + 1, MAX_VOCAB)]
     tokenizer: Line  # file name of the SentencePiece model
     tokenizer_sha256: Line
-    end_token: Line
-    end_token_id: Whole
+    end_token: Line | None = None
+    end_token_id: Whole | None = None
     train_tokens: Count
     val_tokens: Count
-    train_bytes: Count  # of the text in UTF-8, without end tokens
+    train_bytes: Count | None = None  # of the text in UTF-8, without end tokens
     val_bytes: Count
-    train_documents: Whole
-    val_documents: Whole
-    dtype: Literal[DTYPE]
+    train_documents: Whole | None = None
+    val_documents: Whole | None = None
+    dtype: Literal[DTYPE] = DTYPE
     source: Line  # what text this is
 
 
@@ -161,7 +162,7 @@ def corpora() -> list[str]:
 
 def prepare_if_missing(folder: Path):
     """Run the prepare.py of a corpus of this repository that has not been prepared yet. Raises: BadInput
-    for a folder that is no corpus. Exits with status 2 if prepare.py fails, which has then said why."""
+    for a folder that is not a corpus. Exits with status 2 if prepare.py fails, which has then said why."""
     if (folder / "meta.json").exists():
         return
     if folder not in [ROOT / "data" / name for name in corpora()]:
@@ -242,7 +243,8 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     """
     meta_file = folder / "meta.json"
     try:
-        manifest = Manifest.model_validate_json(meta_file.read_bytes())
+        meta = json_object(meta_file.read_bytes())
+        manifest = Manifest.model_validate(meta)
         train = open_split(folder / "train.bin", manifest.train_tokens, block_size, manifest.vocab_size)
         val = open_split(folder / "val.bin", manifest.val_tokens, block_size, manifest.vocab_size)
     except ValidationError as e:
@@ -252,7 +254,6 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     tokenizer = folder / manifest.tokenizer
     if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:
         raise BadInput(f"{tokenizer} is not the tokenizer that meta.json names; prepare {folder} again")
-    meta = manifest.model_dump()
     meta["train_sha256"] = hashlib.sha256(train).hexdigest()
     meta["val_sha256"] = hashlib.sha256(val).hexdigest()
     return meta, train, val

@@ -28,8 +28,7 @@ def train_batch(tokens, cfg, step: int, index: int, device):
 
 
 def on_device(device, *splits: np.ndarray) -> list[torch.Tensor]:
-    """The splits as tensors: on a GPU where they take less than a quarter of what is free, else
-    memory-mapped."""
+    """The splits as tensors: on a GPU if they take under a quarter of what is free, else memory-mapped."""
     tensors = [torch.from_numpy(split) for split in splits]
     n_bytes = sum(t.numel() * t.element_size() for t in tensors)
     if device.type == "cuda" and n_bytes < 0.25 * torch.cuda.mem_get_info(device)[0]:

@@ -54,8 +54,11 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
 
 
 def set_knob(config, name: str, value, where: str, text: bool = False):
-    """Set one knob, from a value or from a flag's text. Raises: BadInput with `where` it stood and what is
-    allowed, or the nearest key for a name that is none."""
+    """Set one knob, from a value or from a flag's text.
+
+    Raises: BadInput, which says where the knob was set and what it allows; for an unknown name, the nearest
+    known one.
+    """
     kinds = hints(type(config))
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)

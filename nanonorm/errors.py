@@ -12,8 +12,7 @@ class BadInput(Exception):
 
 
 class ModelError(ValueError):
-    """A configuration that makes no sense, a file that is not a model, a fold that fails its proof. One
-    line."""
+    """A configuration that makes no sense, a file that is not a model, a fold without proof. One line."""
 
 
 class BadFile(ModelError):
@@ -22,8 +21,7 @@ class BadFile(ModelError):
 
 @contextlib.contextmanager
 def one_line_errors(*also: type[Exception]):
-    """Turn BadInput, ModelError, the types in `also`, full memory and failed I/O into one line and status
-    2."""
+    """Report what may fail (BadInput, ModelError, `also`, full memory, I/O) in one line, with status 2."""
     with contextlib.suppress(AttributeError):  # stdout may be missing, or a notebook's own object
         sys.stdout.reconfigure(errors="backslashreplace")  # a character the terminal cannot show ends no run
     try:

@@ -1,5 +1,4 @@
-"""A file is whole or absent, a folder has one writer, and a model file is checked before anything in it is
-used."""
+"""A file is whole or absent, a folder has one writer, and a model file is checked before it is used."""
 
 import contextlib
 import errno
@@ -123,8 +122,7 @@ def hold_folder(path: str | Path):
 
 
 def still_held(folder: Path):
-    """BadInput if `folder`, which this process holds, was removed and made again: another process may be
-    writing it."""
+    """Refuse a held folder that was removed and made again: another process may use it. Raises: BadInput."""
     if folder in HELD and not os.path.samestat(os.fstat(HELD[folder]), os.stat(folder)):
         said = f"{folder} was removed and made again while this process was at work in it"
         raise BadInput(f"{said}; nothing more is written there")
@@ -165,8 +163,7 @@ def read_file(path) -> dict:
 
     path = Path(path)
     try:
-        # torch's remarks on pickles it refuses
-        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
+        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles
             if (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
             f.seek(0)

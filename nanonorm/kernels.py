@@ -21,8 +21,7 @@ def upcast(h):
 
 
 def eager_training(h) -> bool:
-    """True on a CPU where a gradient is wanted and no compiler is at work, which would fuse better than
-    what is here."""
+    """True on a CPU where a gradient is wanted and no compiler is at work, which would fuse better."""
     return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -45,8 +44,7 @@ def rms_norm(h, weight, bias, eps: float, fixed=None):
 
 
 def rms_norm_and_inverse(h, weight, bias, eps: float, fixed=None):
-    """(the same, 1/r(h) as a constant to the gradient) in eager training on a CPU. (..., D) -> (..., D),
-    (..., 1)"""
+    """rms_norm and 1/r(h), which gets no gradient; eager training on a CPU. (..., D) -> (..., D), (..., 1)"""
     return EagerRMSNorm.apply(h, weight, bias, eps, fixed)
 
 
@@ -127,7 +125,7 @@ class EagerSwiGLU(torch.autograd.Function):
 
 
 def heads_padded_to() -> int:
-    """The head size up to which narrower heads are padded for attention on a CPU; 0 is no padding.
+    """The head size up to which narrower heads are padded for attention on a CPU; 0 turns padding off.
 
     It is 1.8x as fast on an AMD EPYC and 0.82x on an Intel Xeon (results/speed.md), so Intel's CPUs do
     without.
@@ -141,8 +139,7 @@ PAD_HEADS_TO = heads_padded_to()
 
 
 def attend(q, k, v, mask=None):
-    """Attention, causal unless there is a mask (T, S). q: (B, H, T, C); k, v: (B, K, S, C). Returns (B, H,
-    T, C).
+    """Attention, causal unless there is a mask (T, S). (B, H, T, C), k and v (B, K, S, C) -> (B, H, T, C).
 
     The CPU's kernel is fastest in float32 for heads of up to 16 numbers, so without a mask they are cast,
     and in windows of 256 tokens and more padded to PAD_HEADS_TO.
@@ -167,12 +164,11 @@ def attend(q, k, v, mask=None):
 
 
 def head_loss(y, weight, bias, targets):
-    """Mean cross-entropy of softmax(W y + b), 0-dim, in float32 or better. y: (B, T, D); weight: (V, D);
-    targets: (B, T).
+    """Mean cross-entropy of softmax(W y + b), 0-dim. y: (B, T, D); weight: (V, D); targets: (B, T).
 
-    On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md has the times).
-    Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the chunks'
-    logits are computed twice.
+    In float32 or better. On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md
+    has the times). Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits),
+    the chunks' logits are computed twice.
     """
     y, targets = y.flatten(0, 1), targets.flatten()
 

@@ -1,5 +1,4 @@
-"""metrics.jsonl: its first line says what a run is, each later one is an object of metrics with the step,
-`iter`.
+"""metrics.jsonl: its first line says what a run is, each later one holds metrics after a step, `iter`.
 
 One parser reads it, for a run that goes on and for a report alike.
 """
@@ -22,7 +21,7 @@ from nanonorm.typed import Record, why
 
 
 class BadLog(BadInput):
-    """A log that is damaged or of another version. The message names the file and the line."""
+    """A log that is damaged or of another version."""
 
 
 class Resumed(Record):
@@ -77,8 +76,7 @@ def check_header(header: dict):
 
 
 def entries(content: bytes) -> list[dict | str]:
-    """Each line as an object, or as the reason why it is none. A whole file ends with a line that is
-    empty."""
+    """Each line parsed, or the reason it cannot be. A complete file ends in an empty line."""
     found = []
     for text in content.split(b"\n"):
         try:
@@ -93,8 +91,11 @@ def entries(content: bytes) -> list[dict | str]:
 
 
 def read_log(path: Path) -> Log:
-    """Raises: BadLog for a damaged line, unless it is the last and has no line end: a kill cuts lines.
-    OSError."""
+    """Parse a metrics.jsonl.
+
+    Raises: BadLog for a damaged line, unless it is the last and has no line end, as a kill leaves it;
+    OSError.
+    """
     content = path.read_bytes()
     *found, last = entries(content)
     for number, line in enumerate(found, 1):
@@ -109,8 +110,7 @@ def read_log(path: Path) -> Log:
 
 
 def lines_until(path: Path, step: int) -> list[dict]:
-    """The lines of a log up to `step`: what a killed run logged after its last checkpoint will be logged
-    again.
+    """The lines of a log up to `step`; what a killed run logged after its last checkpoint is logged again.
 
     Raises: BadLog for a line that is damaged or out of order, unless it is the last, which the kill may
     have cut.
@@ -126,16 +126,17 @@ def lines_until(path: Path, step: int) -> list[dict]:
             kept.append(line)
             before = at
         elif not damaged or not (beyond or number == len(found)):
-            place = f"{path}:{beyond or number}"
-            raise BadLog(f"{place} is damaged, and the log behind it would be lost; mend or remove that line")
+            reason = line if isinstance(line, str) else "it is not in the order of the steps"
+            place = f"{path}:{beyond or number} is damaged ({reason})"
+            raise BadLog(f"{place}, and what follows it would be lost; mend or remove that line")
     return kept
 
 
 class Writer:
     """Appends to the metrics.jsonl of a run at `step`, once what lies beyond that step is cut off.
 
-    Args: logged: lines that the checkpoint knows of; ran_with: the versions it was written with. Lines that
-    are missing, and versions that differ, are told on stderr; the latter in the first line too. Raises:
+    Args: logged: lines that the checkpoint knows of; ran_with: the versions it was written with. Missing
+    lines and changed versions are reported on stderr; changed versions also go into the header. Raises:
     BadInput.
     """
 
@@ -147,7 +148,7 @@ class Writer:
         elif step and len(lines) - 1 < logged:
             say(f"{path} has {len(lines) - 1} lines up to step {step} of {logged}")
         lines = lines if step and lines else [header]
-        # what others went on with from here was lost with the steps they made
+        # a resume from this step or later was itself rolled back: its record goes
         resumed = [again for again in lines[0].get("resumed", []) if again["iter"] < step]
         versions = header["versions"]
         changed = {k: v for k, v in versions.items() if ran_with.get(k, "unknown") != v}
@@ -165,7 +166,7 @@ class Writer:
             self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
 
     def write(self, step: int, line: dict):
-        """Add a line. A loss that stands out (`spike`) is said so in it, under train/spike."""
+        """Add a line. A loss that stands out is marked as train/spike."""
         if "train/loss" in line:
             excess = spike(line["train/loss"], self.recent)
             if excess:
@@ -184,6 +185,7 @@ class Writer:
 
 
 def say(message: str):
+    """Print to stderr, prefixed with the program's name."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 
 

@@ -45,8 +45,7 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device that `name` asks for: cpu, cuda, cuda:1, mps, or auto for a GPU if there is one, else the
-    CPU.
+    """The device that `name` asks for: cpu, cuda, cuda:1, mps, or auto: a GPU if there is one, else the CPU.
 
     Raises: BadInput, with what works. mps (Apple) is taken where torch has it, but was never tried.
     """
@@ -100,13 +99,12 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def keep_freed_memory():
-    """Have the C library keep the memory that CPU tensors free, instead of returning it and paging in zeros
-    again.
+    """Have the C library keep the memory that CPU tensors free, not return it and page in zeros again.
 
     A training step allocates and frees a gigabyte in pieces of megabytes; results/speed.md has what this
     gains. It needs glibc and does nothing elsewhere.
     """
-    # no mallopt, no C library to be found by that name
+    # musl and macOS have no mallopt, Windows no CDLL(None)
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks, too, come from the heap
@@ -114,8 +112,7 @@ def keep_freed_memory():
 
 
 class Replayed:
-    """Runs `function`, of tensors to tensors, as a CUDA graph: three eager warm-ups, one capture, then
-    replays.
+    """Runs `function`, of tensors to tensors, as a CUDA graph: three eager warm-ups, a capture, replays.
 
     From call to call only what tensors hold may differ. The warm-ups let libraries and the compiler set
     themselves up. Every replay returns the same tensors, overwritten. The current stream must not be the
@@ -152,7 +149,7 @@ def compiler_works(device: torch.device):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# what it is
+# what the machine is
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -167,7 +164,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def processor(device: torch.device) -> str:
-    """Name of a device's hardware; of a CPU its architecture, where the system tells no more."""
+    """Name of a device's hardware; of a CPU its architecture, if the system does not give its name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):  # Linux
@@ -190,7 +187,7 @@ def commit() -> str | None:
 
 
 def versions(device: torch.device) -> dict:
-    """The code and software that make a run, and the hardware it is on."""
+    """The versions a run depends on, and its hardware."""
     return {
         "commit": commit(),
         "torch": str(torch.__version__),

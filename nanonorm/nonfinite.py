@@ -4,13 +4,12 @@ import torch
 
 
 def first_nonfinite(model, batches, autocast) -> str:
-    """Name the tensor in which a non-finite value first shows when `batches` of (x, y) run through the
-    model again."""
+    """Name the tensor in which a non-finite value first shows when `batches` of (x, y) run once more."""
     found = []
 
     def look(module, args, out):
         out = getattr(out, "total", out)
-        # None: the anchor before its target
+        # the anchor returns None until it has a target
         if not found and out is not None and not torch.isfinite(out).all():
             found.append(f"output of {names[module] or 'the loss'}")
 

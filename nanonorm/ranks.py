@@ -12,8 +12,10 @@ from nanonorm.errors import BadInput
 
 
 class Ranks:
-    """This process among those that torchrun started; the only one without torchrun. Alone, every method
-    but `main` does nothing, so that callers need not ask how many there are."""
+    """This process among those that torchrun started; without torchrun, the only one.
+
+    With one process the collectives do nothing, so callers need not ask how many there are.
+    """
 
     def __init__(self):
         """Raises: BadInput if the environment tells only part of where this process stands."""
@@ -31,7 +33,7 @@ class Ranks:
             ):
                 raise ValueError
         except (KeyError, ValueError):
-            wrong = "which is not a rank below the number of ranks"
+            wrong = "but RANK and LOCAL_RANK must be ints from 0 to WORLD_SIZE - 1"
             if missing:
                 wrong = f"but no {', '.join(missing)}"
             remedy = "start with torchrun, or unset them"
@@ -50,8 +52,7 @@ class Ranks:
             backend = "nccl" if device.type == "cuda" else "gloo"
         store = store_of_this_attempt(*next(dist.rendezvous("env://", self.rank, self.size)))
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
-        # for the host's own numbers, without touching the GPU
-        self.host_group = dist.new_group(backend="gloo")
+        self.host_group = dist.new_group(backend="gloo")  # for numbers on the host: no GPU sync
 
     def sum(self, tensor):
         """Sum over ranks, in place."""
@@ -109,7 +110,7 @@ def store_of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store
                 waited = f"{came} of {size} ranks came within {store.timeout.total_seconds() / 60:g} minutes"
                 raise BadInput(f"{waited}; start them all again")
             drawn = store.add("ranks/drawn", 0)
-            for other in range(told + 1, drawn + 1):  # nobody reads what the dead are told
+            for other in range(told + 1, drawn + 1):  # entries for dead processes are never read
                 store.set(f"ranks/attempt_of/{other}", str(attempt))
             told = drawn
             time.sleep(0.01)
@@ -120,8 +121,10 @@ def store_of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store
 
 
 class Interrupt:
-    """Remembers the signal that asked this process to leave. A second Ctrl-C leaves at once; a second
-    SIGTERM is the first again, by way of torchrun."""
+    """Remembers the signal that asked this process to leave.
+
+    A second Ctrl-C leaves at once; a second SIGTERM is ignored: torchrun forwards the first.
+    """
 
     def __init__(self):
         self.asked = 0

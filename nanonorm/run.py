@@ -87,19 +87,22 @@ def read_checkpoint(path: Path, settings: type) -> dict:
     if type(file["progress"].get("iter")) is not int:
         raise BadFile(f"{path} is not a training checkpoint of this version: it does not say its step")
     try:
-        file["run"] = settings.recorded(file["run"], f"{path} is damaged")
+        file["run"] = settings.recorded(file["run"], str(path))
     except BadInput as e:
         raise BadFile(str(e)) from None
     return file
 
 
 def read_progress(file: dict, source: Path) -> tuple[Progress, dict]:
-    """(progress, versions that wrote it) of a checkpoint. Raises: BadInput for what no run writes."""
+    """(progress, versions that wrote it) of a checkpoint. Raises: BadInput for values no run could have
+    written."""
     try:
         progress = Progress.model_validate(file["progress"])
         versions = RanWith.model_validate({"versions": file["meta"].get("versions", {})}).versions
-        if progress.totals is None or progress.iter > file["run"].max_iters:
-            raise ValueError("its sums are missing, or its step is beyond the run's last")
+        if progress.totals is None:
+            raise ValueError("its sums are missing")
+        if progress.iter > file["run"].max_iters:
+            raise ValueError(f"its step {progress.iter} is beyond the run's last, {file['run'].max_iters}")
     except ValidationError as e:
         raise damaged(source, why(e)) from None
     except ValueError as e:
@@ -115,13 +118,13 @@ def damaged(source: Path, reason: str) -> BadInput:
 def restore(optimizer: torch.optim.Optimizer, file: dict, source: Path):
     """Give AdamW the state that a checkpoint holds. Its first group is the one whose every parameter trains.
 
-    Raises: BadInput for what no run writes.
+    Raises: BadInput for values no run could have written.
     """
     try:
         state = {**optimizer.state_dict(), "state": file["optimizer"]["state"]}  # the settings stay
         optimizer.load_state_dict(state)
         needed = set(optimizer.state)
-        if file["progress"]["iter"]:  # a gain may not have trained yet, a matrix has
+        if file["progress"]["iter"]:  # after a step every matrix has state; a gain may not have trained yet
             needed |= set(optimizer.param_groups[0]["params"])
         for p in needed:
             if not fits_adamw(optimizer.state[p], p):
@@ -146,8 +149,7 @@ def fits_adamw(state: dict, p) -> bool:
 
 @dataclass
 class Beginning:
-    """The settings; the model file to go on from and where it was read, None for new weights; and the
-    progress."""
+    """How a run begins: settings, progress, and the file to go on from (None: new weights)."""
 
     settings: Any
     file: dict | None = None
@@ -234,8 +236,7 @@ def by_main_rank(method):
 
 
 class RunFolder:
-    """Writes a run's folder, and speaks for the run: on the main rank; on the others every method does
-    nothing."""
+    """Writes a run's folder, and speaks for the run, on the main rank; elsewhere its methods do nothing."""
 
     def __init__(self, start: Beginning, ranks: Ranks):
         self.settings, self.progress, self.ranks = start.settings, start.progress, ranks
@@ -246,8 +247,7 @@ class RunFolder:
 
     @by_main_rank
     def claim(self, held: ExitStack):
-        """Lock the folder, unless `begin` has, clear it, and start wandb if it is asked for. Raises:
-        BadInput."""
+        """Lock the folder, unless `begin` has; clear it; start wandb if it is asked for. Raises: BadInput."""
         if self.source is None:
             held.enter_context(hold_folder(self.path))
         self.clear()

@@ -1,5 +1,4 @@
-"""The types of knobs and records, and how a value is checked against one. pydantic does the checking,
-strictly.
+"""The types of knobs and records, and how pydantic checks a value against one, strictly.
 
 A knob's type says what it allows: `n_layer: Annotated[int, Range(1, 4096)]`. What is read from a file (a
 manifest, a log's header, a checkpoint's progress) is a `Record`.
@@ -14,11 +13,12 @@ from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # True is no int, "2" is no int; an int is a float
+# neither True nor "2" passes for an int; an int passes for a float
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Range(NamedTuple):
-    """Both ends belong to it."""
+    """A closed interval."""
 
     low: float
     high: float
@@ -27,12 +27,11 @@ class Range(NamedTuple):
         return handler(source) | {"ge": self.low} | ({"le": self.high} if self.high < math.inf else {})
 
 
-HUGE = 2**40  # more of anything is a slip of the finger
+HUGE = 2**40  # more of anything is a typo
 Count = Annotated[int, Range(1, HUGE)]
 Whole = Annotated[int, Range(0, HUGE)]
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
-Fraction = Annotated[float, Range(0.0, 1.0)]
 
 
 class Record(BaseModel):
@@ -92,20 +91,20 @@ def in_words(hint) -> str:
     return described(adapter(hint).json_schema())
 
 
-def described(schema: dict) -> str:
+ONE = {"integer": "an int", "number": "a number", "string": "text"}
+ONE |= {"boolean": "True or False", "null": "None"}
+MANY = {"integer": "one or more ints", "number": "one or more numbers", "string": "one or more words"}
+
+
+def described(schema: dict, kinds: dict[str, str] = ONE) -> str:
     if "anyOf" in schema:
-        return " or ".join(map(described, schema["anyOf"]))
+        several = any(kind.get("type") == "array" for kind in schema["anyOf"])
+        return (", or " if several else " or ").join(map(described, schema["anyOf"]))
     if "enum" in schema or "const" in schema:
-        return "one of " + ", ".join(map(str, schema.get("enum") or [schema["const"]]))
+        count = "one" if kinds is ONE else "one or more"
+        return f"{count} of " + ", ".join(map(str, schema.get("enum") or [schema["const"]]))
     if schema["type"] == "array":
-        return f"{described(schema['items'])}, or several with commas between"
-    kinds = {
-        "integer": "an int",
-        "number": "a number",
-        "boolean": "True or False",
-        "string": "text",
-        "null": "None",
-    }
+        return f"{described(schema['items'], MANY)}, separated by commas"
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is None:
         return kinds[schema["type"]]

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, json_object
+from nanonorm.plots import pyplot
 from nanonorm.typed import Count, Positive, Record, why
 from scripts.runs import Unusable, read_finished
 
@@ -67,15 +68,9 @@ def smooth(values, width: int):
     return np.array([np.convolve(row, kernel, "same") / weight for row in values]).reshape(values.shape)
 
 
-def pyplot():
-    """matplotlib's pyplot, set up to draw into files. Raises: BadInput where it is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise BadInput("figures need matplotlib: pip install -r requirements-dev.txt") from None
+def styled_pyplot():
+    """matplotlib's pyplot with the look of these figures. Raises: BadInput if matplotlib is not installed."""
+    plt = pyplot()
     plt.rcParams.update(
         {"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3,
          "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.3,
@@ -102,7 +97,7 @@ class Figures:
     """Draws and writes; keeps the numbers behind the curves for curves.csv."""
 
     def __init__(self, out: Path):
-        self.plt, self.out = pyplot(), out
+        self.plt, self.out = styled_pyplot(), out
         self.points = []  # rows of COLUMNS
 
     def axes(self, rows: int, columns: int, height: float):
@@ -110,7 +105,7 @@ class Figures:
         fig, axes = self.plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         return fig, axes.flatten()
 
-    def log(self, ax, low: float, high: float):
+    def log_scale(self, ax, low: float, high: float):
         """A logarithmic y axis with plain numbers."""
         ax.set(yscale="log", ylim=(low, high))
         ticker = self.plt.matplotlib.ticker
@@ -120,8 +115,7 @@ class Figures:
         ax.yaxis.set_minor_formatter(ticker.NullFormatter())
 
     def draw(self, ax, figure: str, panel: str, name: str, x, values, width: int = 1, **more):
-        """Mean of values (n, T) over runs, with the band of their 2.5 to 97.5 percentiles, smoothed over
-        `width` points."""
+        """Mean of values (n, T) over runs, with a band of their 2.5 to 97.5 percentiles, smoothed."""
         if not values.size:
             return
         y = smooth(values, width) if width > 1 else values
@@ -174,8 +168,7 @@ class Figures:
         return self.save(fig, name, axes[0])
 
     def fit(self, ax, late: dict[str, np.ndarray]):
-        """Fit the y axis to the variants' values (runs, T); those of the norm-free only where there are no
-        others."""
+        """Fit the y axis to the variants' values (runs, T), the norm-free only where there are no others."""
         fitted = [y.ravel() for v, y in late.items() if v not in NORM_FREE]
         fitted = fitted or [y.ravel() for y in late.values()]
         values = np.concatenate([*fitted, np.array([math.nan])])
@@ -183,7 +176,7 @@ class Figures:
             return
         low, high = np.nanpercentile(values, (0.5, 98))  # a spike leaves the frame, and flattens nothing
         if low > 0 and high / low > 8:
-            self.log(ax, low / 1.3, high * 1.5)
+            self.log_scale(ax, low / 1.3, high * 1.5)
         else:
             room = high - low + 1e-9
             ax.set_ylim(low - 0.1 * room, high + 0.15 * room)
@@ -217,7 +210,7 @@ class Figures:
         ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", title=f"{variant}: calibration of c")
         every = [v for run in runs for s in sites for v in series_of(run.lines, s).values()]
         for panel in (ax, by_layer):
-            self.log(panel, min(every) / 1.2, max(every) * 1.2)
+            self.log_scale(panel, min(every) / 1.2, max(every) * 1.2)
         for panel, metric, label in ((gate, "gate", "gate g"), (lr, "lr", "learning rate")):
             self.draw(panel, name, label, metric, *curve(runs, metric), color="#000000", linestyle="-")
             panel.set(xlabel="optimizer step", ylabel=label)
@@ -271,14 +264,13 @@ class Figures:
                 else:
                     ax.xaxis.get_major_locator().set_params(integer=True)
                 ax.tick_params(labelleft=first)
-                self.log(ax, every.min() / 1.5, every.max() * 1.5)
+                self.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
             for _ in range(-len(family) % 4):
                 next(cells).remove()
         return self.save(fig, name, shown[0])
 
     def study(self, name: str, label: str, panels: list, log: bool = True) -> str:
-        """Means and bars over a knob. panels: (y label, {curve: [(x, values)]}, a level to compare with or
-        None)."""
+        """Means and bars over a knob. panels: (y label, {curve: [(x, values)]}, a level to draw or None)."""
         fig, axes = self.axes(1, len(panels), 2.9)
         for ax, (y_label, curves, level) in zip(axes, panels, strict=True):
             ticks = sorted({float(x) for points in curves.values() for x, _ in points})
@@ -446,7 +438,7 @@ def draw_speed(ax, machine: str, rows: list[BenchRow]):
 
 def draw_picture(lines: list[dict], machine: str, rows: list[BenchRow]):
     """The README's picture as a matplotlib figure: a run's loss and gate on the left, speed on the right."""
-    plt = pyplot()
+    plt = styled_pyplot()
     gated = bool(series_of(lines, "gate"))
     fig = plt.figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))

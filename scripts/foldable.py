@@ -23,11 +23,11 @@ import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import time_rounds
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.foldable import apply_report, find, fold, fold_errors, rms_in_place_of
 from nanonorm.foldable.search import FoldReport, count_of
+from nanonorm.timing import time_rounds
 from nanonorm.typed import Count
 from scripts import foldable_zoo as zoo
 
@@ -113,14 +113,15 @@ def print_speeds(label: str, variants: dict[str, Callable], n_rounds: int) -> di
 def bench_fold(name: str, e: zoo.Example, knobs: Foldable):
     """Print what a fold of the usual size costs, and the speed of inference before and after, interleaved,
     and of the norm alone at that width."""
-    import resource  # a Unix has it
+    import resource  # Unix only
 
     begin = time.perf_counter()
     folded, report = fold(e.model, e.inputs)
     seconds = time.perf_counter() - begin
     untied = copy.deepcopy(e.model)
     apply_report(untied, find(untied, e.inputs, untie=True))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes on macOS, KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
     size = sum(p.numel() for p in e.model.parameters())
     found = f"{report.folded}/{len(report.norms)} foldable with {len(report.ops)} operations"
     cost = f"find {report.seconds:.1f} s, fold with its proof {seconds:.1f} s, peak memory {peak:.1f} GiB"

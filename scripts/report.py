@@ -4,10 +4,10 @@
     python scripts/report.py out/small out/lambda out/steps --out=results/tinystories_small
 
 Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, damaged,
-unfinished, of another version, not finite, a second copy) is named in the report with the reason, and counts
-in no number. Runs that differ in anything but the variant and the seed are never averaged: sizes, corpora,
-devices, versions of torch and lengths get tables of their own, lambda and the gate schedule a study each.
-Runs of other commits are named. Needs matplotlib and pandas.
+unfinished, of another version, not finite, a second copy) is named in the report with the reason, and is left
+out of every number. Runs that differ in anything but the variant and the seed are never averaged: sizes,
+corpora, devices, versions of torch and lengths get tables of their own, lambda and the gate schedule a study
+each. Runs of other commits are named. Needs matplotlib and pandas.
 """
 
 import shlex
@@ -28,6 +28,7 @@ from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, atomic_write
+from nanonorm.run import MARKS
 from nanonorm.typed import Count
 from scripts.figures import COLUMNS, Figures, Panel, series_of
 from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, PAPER_ROWS, READ_BY, Unusable, is_read, read_finished, tail
@@ -148,13 +149,12 @@ def load(folder: Path) -> FinishedRun:
 
 
 def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
-    """(runs, {folder: why it is left out}) of run folders and folders of runs. Raises: BadInput if there is
-    nothing to report."""
+    """(runs, {folder: why it is left out}) of run folders and folders of runs. Raises: BadInput for none."""
     runs, left_out, seen = [], {}, {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise BadInput(f"no folder {path}; name run folders, or folders of runs")
-        is_run = any((path / mark).exists() for mark in ("metrics.jsonl", "config.json", "ckpt.pt"))
+        is_run = any((path / mark).exists() for mark in MARKS)
         for folder in [path] if is_run else sorted(p for p in path.iterdir() if p.is_dir()):
             try:
                 run = load(folder)
@@ -232,7 +232,7 @@ def main_rows(runs: pd.DataFrame, options: list[str]) -> dict[str, pd.DataFrame]
 
 
 def spread(values, digits: int = 4, sign: str = "") -> str:
-    """mean +- sample standard deviation; a dash for what there is not."""
+    """mean +- sample standard deviation; a dash if there are none."""
     if not len(values):
         return "-"
     mean = f"{np.mean(values):{sign}.{digits}f}"
@@ -349,8 +349,7 @@ def knobs_text(runs: pd.DataFrame, knobs) -> str:
 
 
 def over_common_seeds(points: dict, what: str, notes: list[str]) -> dict:
-    """{x: runs} of a curve, over the seeds that all its points have; as it is, with a note, where there is no
-    such seed."""
+    """{x: runs} of a curve, over the seeds that all its points share; with a note, over all if none."""
     seeds = [set(runs.seed) for runs in points.values()]
     common = set.intersection(*seeds) if seeds else set()
     if common:
@@ -398,8 +397,7 @@ def lambda_study(figures: Figures, name: str, runs: pd.DataFrame, options: list[
 
 
 def schedule_study(figures: Figures, name: str, runs: pd.DataFrame, knobs: list[str]) -> list[str]:
-    """The variants' own knobs that vary, each combination a row; drawn over the gate's, if it is among
-    them."""
+    """The variants' own knobs that vary, a row for each combination; drawn over the gate's if that varies."""
     over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
     others = [k for k in knobs if k != over]
     resolved = {knob: pd.Series([r.settings[knob] for r in runs.run], runs.index, object) for knob in knobs}
@@ -563,8 +561,8 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
         text += ["### CoupledNorm's Table 1, and CBWC, at this scale", speed_table(rows, alphas)]
         text.append(
             "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. "
-            "It is no comparison of speed; scripts/speed/parts.py, which interleaves the variants in one "
-            "process, is."
+            "This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one "
+            "process."
         )
         text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
     if len(rows_at) > 1:

@@ -15,6 +15,7 @@ from model import exports
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.log import check_header, read_log
+from nanonorm.run import MARKS
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor)
 PAPER_ROWS = {
@@ -75,7 +76,7 @@ def identity(settings: dict) -> str:
 
 
 class Unusable(Exception):
-    """Why a run can be in no number, in one line."""
+    """This run cannot be counted; the message says why."""
 
 
 def read_finished(folder: Path) -> tuple[dict, list[dict]]:
@@ -113,7 +114,7 @@ def check_lines(lines: list[dict], s: dict):
     due = [*range(every, end, every), end]
     logged = {line["iter"]: line for line in lines if "train/loss" in line}
     for step in sorted(set(logged) ^ set(due)):
-        fault = "missing" if step in due else "one too many"
+        fault = "missing" if step in due else "unexpected"
         raise Unusable(f"the log line of step {step} is {fault}")
     needed = ["train/ce", "lr", "s/mean", "logits/l2", "perf/tok_s", *sites]
     if s["aux_weight"] > 0:
@@ -171,8 +172,7 @@ def bad_export(folder: Path, settings: dict) -> str:
 
 @dataclass(eq=False)
 class PlannedRun:
-    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them; `steps` done, as last
-    seen."""
+    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `steps` last seen."""
 
     name: str
     folder: Path
@@ -201,7 +201,7 @@ def tail(path: str | Path) -> list[str]:
     return []
 
 
-def recorded(folder: Path) -> dict | None:
+def recorded_settings(folder: Path) -> dict | None:
     """The settings in a run folder's config.json, None if they cannot be read."""
     with suppress(OSError, ValueError):
         return json_object((folder / "config.json").read_bytes())
@@ -217,9 +217,9 @@ def held(folder: Path) -> bool:
 
 def look(run: PlannedRun) -> tuple[str, str]:
     """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
-    folder, settings, log = run.folder, recorded(run.folder), run.folder / "metrics.jsonl"
+    folder, settings, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
     checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
-    if not any(path.exists() for path in (checkpoints[0], folder / "config.json", log)):
+    if not any((folder / name).exists() for name in MARKS):
         return "new", ""
     if held(folder):
         return "refused", "is running elsewhere; wait for it, or end that process"
@@ -230,7 +230,7 @@ def look(run: PlannedRun) -> tuple[str, str]:
         cut = log.exists() and log.stat().st_size > 0 and read_log(log).cut
     except BadInput as e:
         remedy = f"mend or remove that line, or move {folder} away"
-        return "refused", f"has a log that cannot be gone on with: {e}; {remedy}"
+        return "refused", f"has a log that cannot be continued: {e}; {remedy}"
     end = run.last_line()
     at_end = "val/loss" in end and end.get("iter") == run.settings["max_iters"]
     if at_end and settings is not None and not cut and not bad_export(folder, run.settings):
@@ -245,4 +245,4 @@ def difference(settings: dict, planned: dict) -> str:
     for name, value in settings.items():
         if name in planned and name not in NOT_THE_RUN and value != planned[name]:
             return f"{name}={value}, not {planned[name]}"
-    return "another version's"
+    return "written by another version"

@@ -9,9 +9,10 @@ are an axis of the grid. With --variants, norm and taper come from the variant, 
 of the *_aux ones alone. A knob that a variant does not read (gate_end without a taper) makes no second run of
 it.
 
-Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays, what
-was broken off resumes, a folder of other settings is named and left alone. Exit status: 0 when every run of
-the grid is finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave first), 2 for bad input.
+Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays,
+interrupted runs resume; a folder with other settings is reported and left alone. Exit status: 0 when every
+run of the grid is finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave first), 2 for bad
+input.
 """
 
 import ctypes
@@ -38,9 +39,19 @@ from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, atomic_write, hold_folder
 from nanonorm.machine import commit
 from nanonorm.typed import Count
-from scripts.runs import AUX_WEIGHT, PAPER_ROWS, PlannedRun, finite, identity, is_read, look, recorded, tail
+from scripts.runs import (
+    AUX_WEIGHT,
+    PAPER_ROWS,
+    PlannedRun,
+    finite,
+    identity,
+    is_read,
+    look,
+    recorded_settings,
+    tail,
+)
 
-POLL_S, LINE_S = 0.5, 60  # between looks at the runs, and between lines where stderr is no terminal
+POLL_S, LINE_S = 0.5, 60  # between looks at the runs, and between lines unless stderr is a terminal
 
 
 @dataclass
@@ -101,7 +112,7 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Planned
             raise BadInput(f"two runs of the grid would both be called {run.name}; sweep them one by one")
         runs.setdefault(same, run)
     for folder in sorted(Path(k.out).glob("*/")):  # an earlier grid may have named the same run otherwise
-        done = runs.get(identity(recorded(folder) or {}))
+        done = runs.get(identity(recorded_settings(folder) or {}))
         if done and not done.folder.exists():
             done.name, done.folder = folder.name, folder
     return list(runs.values())
@@ -179,7 +190,7 @@ class Crew:
         self.over, self.bad = [], []  # bad: those of the over ones that are not finished
         self.bar, self.shown = sys.stderr.isatty(), 0.0
         for run in runs:
-            look(run)
+            run.last_line()
         self.had, self.began = sum(run.steps for run in runs), time.monotonic()
 
     def work(self) -> list[PlannedRun]:
@@ -300,7 +311,7 @@ def print_commands(runs: list[PlannedRun], threads: int | None):
         if state in ("new", "resume"):
             print(shlex.join(env + command(run, state)))
         else:
-            print(f"{run.name} {why or 'is finished'}", file=sys.stderr)
+            print(f"{run.name} {why or 'was finished before'}", file=sys.stderr)
 
 
 def prepare_corpora(runs: list[PlannedRun]) -> bool:
@@ -322,8 +333,8 @@ def main() -> int:
         return 0
     if not prepare_corpora(runs):
         return 2
-    # not on Windows
-    for signum in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
+    for signum in (signal.SIGINT, signal.SIGTERM, hang_up):
         signal.signal(signum, lambda n, _: sys.exit(128 + n))
     threads = k.threads or max(1, (os.cpu_count() or 1) // k.jobs)
     try:

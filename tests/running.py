@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = dict(n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, max_iters=60, learning_rate=3e-3,
-    warmup_iters=5,
-            taper="internal", aux_weight=0.1, gate_start=15, gate_end=45, eval_interval=20, log_interval=5,
-            ckpt_interval=7,
-            device="cpu")  # fmt: skip
+TINY = dict(
+    n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, device="cpu",
+    max_iters=60, learning_rate=3e-3, warmup_iters=5, eval_interval=20, log_interval=5, ckpt_interval=7,
+    taper="internal", aux_weight=0.1, gate_start=15, gate_end=45,
+)  # fmt: skip
 
 
 def flags(out_dir, corpus, **knobs) -> list[str]:
@@ -41,19 +41,11 @@ def train(*argv, expect=0, program="train.py"):
 
 
 def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **popen):
-    """train.py as a process of its own, or `ranks` of them under torchrun; `fault`: what faults.py does to
-    them."""
-    runner = (
-        [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            f"--max_restarts={restarts}",
-        ]
-        if ranks > 1
-        else []
-    )
+    """train.py as a process of its own, or `ranks` of them under torchrun; `fault`: of faults.py."""
+    runner = []
+    if ranks > 1:
+        runner = ["-m", "torch.distributed.run", "--standalone"]
+        runner += [f"--nproc_per_node={ranks}", f"--max_restarts={restarts}"]
     script = [script] if fault is None else [ROOT / "tests/faults.py", json.dumps(fault)]
     popen = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True, **popen}
     return subprocess.Popen([sys.executable, *runner, *map(str, script), *map(str, argv)], **popen)

@@ -269,7 +269,20 @@ def test_an_opened_corpus_is_what_was_prepared(tmp_path):
 
 
 WRONG = {"vocab_size": 258, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
-         "val_bytes": 10**400, "val_documents": None, "dtype": "<u4", "source": "two\nlines"}  # fmt: skip
+         "val_bytes": 10**400, "val_documents": -1, "dtype": "<u4", "source": "two\nlines"}  # fmt: skip
+
+
+NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source")
+
+
+def test_a_manifest_of_the_keys_that_a_reader_needs_will_do(tmp_path):
+    """As others may write it. What else is in it is kept for the log."""
+    parts = [(text, True) for text in MODULES]
+    whole = data.prepare(lambda: parts, lambda: parts, tmp_path, 400, "two modules")
+    few = {name: whole[name] for name in NEEDED} | {"note": "mine"}
+    (tmp_path / "meta.json").write_text(json.dumps(few))
+    meta, *_ = data.open_corpus(tmp_path, 64)
+    assert {name: meta[name] for name in few} == few and "val_sha256" in meta
 
 
 @pytest.mark.parametrize("key", WRONG)
@@ -277,7 +290,10 @@ def test_a_manifest_that_no_prepare_writes_is_refused(tmp_path, key):
     parts = [(text, True) for text in MODULES]
     good = data.prepare(lambda: parts, lambda: parts, tmp_path, 400, "two modules")
     without = {name: value for name, value in good.items() if name != key}
-    for manifest in ({**good, key: WRONG[key]}, without):
+    manifests = [{**good, key: WRONG[key]}]
+    if key in NEEDED:
+        manifests.append(without)
+    for manifest in manifests:
         (tmp_path / "meta.json").write_text(json.dumps(manifest))
         with pytest.raises(BadInput, match=rf"meta.json .*\({key}: .*; prepare .* again"):
             data.open_corpus(tmp_path, 64)

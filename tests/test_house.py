@@ -24,6 +24,7 @@ MAY_IMPORT = {  # room -> what it may import of the project, besides itself
 }
 TESTS = {"tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
 PROJECT = {room.partition("/")[0] for room in MAY_IMPORT} | TESTS
+IMPORTS = (ast.Import, ast.ImportFrom)
 LONGEST = {"train.py: main": 130}  # lines; of every other function 80
 
 
@@ -54,6 +55,21 @@ def forbidden(path: str, text: str) -> list[str]:
     return [name for name in foreign if not {name, name.partition(".")[0]} & MAY_IMPORT[room]]
 
 
+def second_hand(text: str, project: dict[str, str]) -> list[str]:
+    """What a text imports from a file of the project that itself imports it. project: as sources() is."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__"): source for path, source in project.items()}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        home = (node.module or "").replace(".", "/")
+        imports = [n for n in ast.walk(ast.parse(modules.get(home, ""))) if isinstance(n, IMPORTS)]
+        borrowed = {alias.asname or alias.name.partition(".")[0] for n in imports for alias in n.names}
+        names = {alias.name for alias in node.names if f"{home}/{alias.name}" not in modules}
+        found += [f"{node.module}.{name}" for name in sorted(names & borrowed - {"*"})]
+    return found
+
+
 def too_long(path: str, text: str) -> list[str]:
     """The functions of a file that need scrolling."""
     functions = [
@@ -66,6 +82,12 @@ def too_long(path: str, text: str) -> list[str]:
 def test_nobody_imports_upward():
     breaches = {path: forbidden(path, text) for path, text in sources().items()}
     assert len(breaches) > 40 and not {path: names for path, names in breaches.items() if names}
+
+
+def test_names_are_imported_from_where_they_are_defined():
+    project = sources()
+    found = {path: second_hand(text, project) for path, text in project.items()}
+    assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_function_needs_scrolling():
@@ -97,6 +119,13 @@ def test_no_function_needs_scrolling():
 )
 def test_a_forbidden_import_is_found(path, text):
     assert len(forbidden(path, text)) == 1
+
+
+def test_a_second_hand_import_is_found():
+    bench = "import torch.nn as nn\nfrom nanonorm.timing import time_rounds as rounds\ndef table(): pass\n"
+    project = {"bench.py": bench, "data/__init__.py": "from data import sampling", "data/sampling.py": ""}
+    text = "def f():\n  from bench import nn, rounds, table\nfrom data import sampling\nfrom torch import nn"
+    assert second_hand(text, project) == ["bench.nn", "bench.rounds"]
 
 
 def test_what_is_allowed_is_not_found():

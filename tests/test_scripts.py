@@ -117,7 +117,7 @@ def test_contestants_take_turns():
 
 
 def test_a_contestant_that_dies_ends_the_game(capfd):
-    with pytest.raises(BadInput, match="b has died"):
+    with pytest.raises(BadInput, match="b crashed; see its traceback above"):
         take_turns({"a": (steady, "a", 0.0), "b": (dying,)}, rounds=3, seed=0)
     assert "no more" in capfd.readouterr().err
 

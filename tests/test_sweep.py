@@ -272,7 +272,7 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
     said = capsys.readouterr()
     assert "baseline holds a run of other settings (max_iters=1, not 2)" in said.err
     assert "internal is running elsewhere" in said.err
-    assert "all holds a run of other settings (another version's)" in said.err
+    assert "all holds a run of other settings (written by another version)" in said.err
     assert "final finished" in said.err and "1 of 4" in said.out
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
@@ -287,7 +287,7 @@ def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert run_sweep(monkeypatch, *argv) == 1
     said = capsys.readouterr()
-    assert f"baseline has a log that cannot be gone on with: {metrics}:3 is damaged" in said.err
+    assert f"baseline has a log that cannot be continued: {metrics}:3 is damaged" in said.err
     assert "Traceback" not in said.err
     assert "1 of 2" in said.out and metrics.read_text() == whole + end + "\n"
     metrics.write_text(whole + end)  # what a kill cuts, train.py drops
@@ -306,6 +306,14 @@ def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monk
     (tmp_path / "out/baseline/ckpt.pt").unlink()
     capsys.readouterr()
     assert run_sweep(monkeypatch, *argv) == 1 and "has no ckpt.pt to go on with" in capsys.readouterr().err
+
+
+def test_the_previous_checkpoint_alone_is_a_run_to_resume(tmp_path):
+    run = runs_of(*TINY, variants=("baseline",), out=str(tmp_path / "out"))["baseline"]
+    run.folder.mkdir(parents=True)
+    assert runs.look(run) == ("new", "")
+    (run.folder / "ckpt.prev.pt").touch()
+    assert runs.look(run) == ("resume", "")
 
 
 @pytest.mark.parametrize("text", ["7", "{}", "null", "[", ""])

@@ -144,7 +144,7 @@ def center(model: nn.Module, report: FoldReport, *, allow_dropout: bool = False)
 
 
 class RMSNormWithShift(nn.RMSNorm):
-    """RMSNorm in place of an nn.LayerNorm over one dimension, with the parameters of that."""
+    """RMSNorm in place of an nn.LayerNorm over one dimension, with its parameters."""
 
     def __init__(self, norm: nn.LayerNorm, n: int, eps: float):
         super().__init__(n, eps, elementwise_affine=norm.weight is not None)
@@ -180,7 +180,7 @@ def rms_in_place_of(norm: nn.Module, axis: int, n: int, groups: int, eps: float)
 
 
 class Centring(nn.Module):
-    """Parametrization: the forward pass sees the parameter centred, the optimizer moves it as it is."""
+    """Parametrization: the forward pass sees a centred parameter, the optimizer updates the uncentred one."""
 
     def __init__(self, spot: Spot):
         super().__init__()

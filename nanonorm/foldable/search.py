@@ -236,8 +236,11 @@ class Search:
         return found
 
     def find_seen(self) -> dict:
-        """state -> the first reader, as a Blocked, that would notice if its mean were removed. None if there
-        is none: every path onward then ends in a LayerNorm over the same elements, folded or not."""
+        """state -> the first reader, as a Blocked, that would notice if its mean were removed.
+
+        It is None if no reader would: every path onward then ends in a LayerNorm over the same elements,
+        folded or not.
+        """
 
         def position(state) -> int:
             return -1 if isinstance(state[0], str) else self.graph.order[state[0]]
@@ -385,7 +388,7 @@ class Search:
     # ---- the verdicts
 
     def calls_by_name(self) -> dict[str, list[NormCall]]:
-        """The calls of each module, or of a node where there is none; [] for a LayerNorm that did not run."""
+        """The calls of each module, or of the node if a call has no module; [] if a LayerNorm did not run."""
         found = defaultdict(list)
         for call in self.graph.calls:
             owner, node = self.graph.owner(next(iter(call.nodes))), min(n.name for n in call.nodes)

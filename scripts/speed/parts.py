@@ -7,7 +7,7 @@ whole step against the baseline's, interleaved in one process.
     python scripts/speed/parts.py --what=kernels                           # each special kernel left out
 
 Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its
-quartiles: above 1 the alternative is faster. A peak is the most that the alternative's tensors hold at once.
+quartiles: above 1 the alternative is faster. Peak: the most memory its tensors occupy at once.
 """
 
 import itertools

@@ -348,7 +348,7 @@ def compare(k: Peers, width: int):
         greedy = "greedy tokens are the same" if same else "greedy tokens DIFFER"
         print(f"{name}: logits {error:.0e} of their scale away, loss {off:.0e} nats away, {greedy}")
         if error > TOLERANCE[torch.float32] or off > 1e-4 or not same:
-            raise BadInput(f"{name} and ours are not the same function: comparing their speed means nothing")
+            raise BadInput(f"{name} and ours compute different functions, so their speeds cannot be compared")
 
 
 def measure(k: Peers, width: int) -> list[dict]:

@@ -32,7 +32,7 @@ def hear(pipe, name: str):
     try:
         return pipe.recv()
     except EOFError:
-        raise BadInput(f"{name} has died; its message is above") from None
+        raise BadInput(f"{name} crashed; see its traceback above") from None
 
 
 def take_turns(contestants: dict[str, tuple], rounds: int, seed: int) -> dict[str, list]:
