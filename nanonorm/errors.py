@@ -21,7 +21,7 @@ class BadFile(ModelError):
 
 @contextlib.contextmanager
 def one_line_errors(*also: type[Exception]):
-    """Report what may fail (BadInput, ModelError, `also`, full memory, I/O) in one line, with status 2."""
+    """Report expected failures (BadInput, ModelError, `also`, full memory, I/O) in one line, status 2."""
     with contextlib.suppress(AttributeError):  # stdout may be missing, or a notebook's own object
         sys.stdout.reconfigure(errors="backslashreplace")  # a character the terminal cannot show ends no run
     try:

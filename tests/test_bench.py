@@ -232,7 +232,7 @@ def test_shapes_and_defaults(capsys, flags):
     ("argv", "says"),
     [
         (["no/such/run"], "no/such/run"),
-        (["--variants=baseline,folde"], "one of baseline, weightless"),
+        (["--variants=baseline,folde"], "one or more of baseline, weightless"),
         (["--seq=64"], "block_size=32"),
         (["--n_embdd=3"], "did you mean 'n_embd'"),
         (["--runtimes=graph"], "need a GPU"),

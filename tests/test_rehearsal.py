@@ -23,7 +23,10 @@ AT = {"norm": 0, "blend": 15, "scale": 25}  # phase -> a step of it
 
 class OnlyMeta(TorchDispatchMode):
     """Refuses an operator that is given a tensor of the host or told to make one, and one that reads a
-    number. On a GPU each is a copy or a wait, and a graph can capture none. By itself meta lets most pass."""
+    number. On a GPU each is a copy or a wait, and a graph can capture none. By itself meta lets most pass.
+
+    It does not see what never becomes an operator: torch.tensor(0.5, device=META), new_tensor, a list as an
+    index. And it rehearses float32 in eager mode, where a GPU's runs are compiled and under autocast."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
