@@ -36,6 +36,7 @@ from nanonorm.files import atomic_write
 from nanonorm.kernels import attend
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.plots import COLOURS, GREY, pyplot
+from nanonorm.run import EXPORTS
 from nanonorm.timing import count_work, in_runtime, time_rounds
 from nanonorm.typed import Count, Whole
 
@@ -83,8 +84,7 @@ def load_models(path: Path) -> dict[str, Transformer]:
     """{form: model} of a run folder or of one file, float32, on the CPU. Raises: BadInput, ModelError."""
     files = [path]
     if path.is_dir():
-        exports = [path / f"{name}.pt" for name in ("unfused", "folded", "model")]
-        files = [p for p in exports if p.exists()] or list(path.glob("ckpt.pt"))
+        files = [path / name for name in EXPORTS if (path / name).exists()] or list(path.glob("ckpt.pt"))
     if not files:
         remedy = "name the out_dir of a run, or a model file"
         raise BadInput(f"{path} holds none of unfused.pt, folded.pt, model.pt, ckpt.pt; {remedy}")

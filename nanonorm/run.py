@@ -27,7 +27,8 @@ from nanonorm.ranks import Ranks
 from nanonorm.typed import STRICT, Record, Whole, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
-RUN_FILES = (*MARKS, "tokenizer.model", "unfused.pt", "folded.pt", "model.pt")
+EXPORTS = ("unfused.pt", "folded.pt", "model.pt")
+RUN_FILES = (*MARKS, "tokenizer.model", *EXPORTS)
 
 
 def model_file(path: str | Path) -> Path:
