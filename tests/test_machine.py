@@ -117,6 +117,7 @@ class Unfused(torch.optim.AdamW):
         super().__init__(*args, **more | {"fused": False})
 
 
+@pytest.mark.slow
 def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatch):
     """As on mps: it learns, resumes, and skips a step that is not finite, as the fused one does."""
     fused, unfused, resumed = (tmp_path / name for name in ("fused", "unfused", "resumed"))
