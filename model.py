@@ -1,15 +1,16 @@
 """The whole transformer: norms, attention, MLP, cache, generation, model files, fold and its proof.
 
-Pre-norm, causal, SwiGLU, RoPE, no bias, no dropout. Three knobs choose the normalization: `norm` (which
-normalizer), `taper` (which of them are gated into a fixed scaling) and `aux_weight` (the loss that holds the
-residual stream's scale). Papers, cited below by these names:
+Pre-norm, causal; SwiGLU, RoPE, no bias and no dropout unless a knob says otherwise: GPT-2, Llama, Qwen2 and
+Qwen3 are settings of it. Three knobs choose the normalization: `norm` (which normalizer), `taper` (which of
+them are gated into a fixed scaling) and `aux_weight` (the loss that holds the residual stream's scale).
+Papers, cited below by these names:
 
     TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408; its symbols: g, c, gamma, gamma_tilde, s, mu
     CoupledNorm    Loretz, Hochreiter, ICML 2026
     CBWC+RMSNorm   "Enjoy your Layer Normalization with the computational efficiency of RMSNorm"
     DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
 
-Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = D/H, F SwiGLU width, V vocabulary.
+Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = head_dim, F = hidden, V vocabulary.
 """
 
 import copy
@@ -23,7 +24,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanonorm.errors import ModelError
-from nanonorm.files import FORMAT, read_file
+from nanonorm.files import FORMAT, check_state, read_file
+from nanonorm.generation import KVCache, generate
 from nanonorm.kernels import (
     attend,
     eager_training,
@@ -35,7 +37,8 @@ from nanonorm.kernels import (
     swiglu_product,
     upcast,
 )
-from nanonorm.typed import Count, NonNegative, Positive, Range, Whole, check, hints, in_words
+from nanonorm.rotary import rope_tables
+from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole, check, hints, in_words
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,29 @@ class ModelConfig:
     makes no sense."""
 
     # shape
-    vocab_size: Annotated[int, Range(2, 65536)] = 10_000  # token ids; in a run None: its corpus's number
+    vocab_size: Annotated[int, Range(2, 2**24)] = 10_000  # token ids; in a run None: its corpus's number
     block_size: Count = 512  # context length, tokens
     n_layer: Annotated[int, Range(1, 4096)] = 8  # blocks
     n_head: Count = 16  # query heads
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
+    head_dim: Count | None = None  # width of a head; None: n_embd/n_head
+    mlp: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"  # gelu is the tanh form, gelu_erf the exact one
+    hidden: Count | None = (
+        None  # width of the MLP; None: 8/3 n_embd up to a multiple of 8, for a gelu 4 n_embd
+    )
     tie_embeddings: bool = True  # the output head shares the embedding table
+    positions: Literal["rope", "learned"] = "rope"  # rotary angles, or a table added to the embeddings
     rope_base: Positive = 10000.0  # base of the rotary angles
+    rope_scaling: Numbers | None = None  # Llama 3's: factor, low, high frequency factor, original length
+    bias: bool = False  # every linear layer of the blocks has a bias
+    qkv_bias: bool = False  # the query, key and value projection alone has one
+    qk_norm: bool = False  # RMSNorm of every query and key head, before the rotation
+    dropout: Annotated[float, Range(0.0, 0.999)] = 0.0  # of embeddings, attention, and what a block adds
     # norms
     norm: Literal["rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"] = "rmsnorm"  # the normalizer
     taper: Literal["none", "internal", "final", "all"] = "none"  # which norms are gated away
+    taper_qk: bool = False  # the norms of queries and keys taper too (internal, all)
     aux_weight: NonNegative = 0.0  # lambda of the fixed-target scale loss; the paper's is 0.1, 0 is off
     norm_bias: bool = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
@@ -73,17 +88,30 @@ class ModelConfig:
                 object.__setattr__(self, f.name, check(kind, value))
             except ValueError:
                 raise ModelError(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
-        if self.n_kv_head is None:
-            object.__setattr__(self, "n_kv_head", self.n_head)
+        if self.n_embd % self.n_head and self.head_dim is None:
+            multiple = f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
+            raise ModelError(f"{multiple}, or head_dim be given")
+        # three matrices of a SwiGLU's width cost what a GELU's two would
+        hidden = 8 * math.ceil(self.n_embd / 3) if self.mlp == "swiglu" else 4 * self.n_embd
+        derived = {"n_kv_head": self.n_head, "head_dim": self.n_embd // self.n_head, "hidden": hidden}
+        for name, value in derived.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         self.refuse_nonsense()
 
     def refuse_nonsense(self):
         """Raises: ModelError for knobs that contradict each other, naming what would work."""
         norm, tapers, coupled = self.norm, self.taper != "none", self.norm == "coupled"
-        if self.n_embd % self.n_head:
-            raise ModelError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
-        if self.head_dim % 2:
-            raise ModelError(f"n_embd/n_head={self.head_dim} must be even: RoPE turns pairs")
+        rotary, default_base = self.positions == "rope", type(self).rope_base
+        if self.head_dim % 2 and rotary:
+            raise ModelError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if not rotary and (self.rope_scaling is not None or self.rope_base != default_base):
+            raise ModelError("rope_base and rope_scaling need positions=rope")
+        if self.rope_scaling is not None and not scales(self.rope_scaling):
+            four = "factor, low and high frequency factor, original length, and high must be above low"
+            raise ModelError(f"rope_scaling must be four numbers: {four}")
+        if self.bias and self.qkv_bias:
+            raise ModelError("bias=True gives qkv a bias already: leave qkv_bias out")
         if self.n_head % self.n_kv_head:
             raise ModelError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if tapers and norm not in ("rmsnorm", "layernorm"):
@@ -98,19 +126,17 @@ class ModelConfig:
             raise ModelError(
                 "coupled_from_layer must be below n_layer; for RMSNorm everywhere use norm=rmsnorm"
             )
+        if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
+            raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         if self.calib_skip_first and not tapers:
             raise ModelError("calib_skip_first=True needs a taper: with taper=none nothing is calibrated")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
 
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
-    @property
-    def hidden(self) -> int:
-        """SwiGLU width: 8/3 n_embd rounded up to a multiple of 8."""
-        return 8 * math.ceil(self.n_embd / 3)  # three matrices of it cost what two of 4 n_embd would
+def scales(rope_scaling: tuple) -> bool:
+    """True if these can be Llama 3's (factor, low, high, original length)."""
+    return len(rope_scaling) == 4 and rope_scaling[1] < rope_scaling[2]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -227,9 +253,9 @@ class Tracker(nn.Module):
         return self.phase == "norm" and self.training and torch.is_grad_enabled()
 
     def add(self, *values):
-        """Add this micro-batch to the step's sums. values: one (B, T) a quantity."""
-        count = torch.full_like(values[0][0, 0], values[0].numel())
-        self.sums += torch.stack((*(v.sum() for v in values), count))
+        """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity."""
+        totals = [v.sum() for v in values]
+        self.sums += torch.stack((*totals, torch.full_like(totals[0], values[0].numel())))
 
     def averages(self) -> list:
         return [getattr(self, name) for name in self.quantities]
@@ -287,7 +313,7 @@ class TaperNorm(Tracker):
 
     @torch.no_grad()
     def observe(self, h):
-        """num = |h w|^2 / r(h) and den = |h w|^2 of every token. h: (B, T, D)."""
+        """num = |h w|^2 / r(h) and den = |h w|^2 of every token. h: (B, T, D), or (B, T, heads, C)."""
         x = upcast(h[:, 1:] if self.skip_first else h)
         if self.centre:
             x = x - x.mean(-1, keepdim=True)
@@ -353,6 +379,8 @@ class ScaleAnchor(Tracker):
         self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
 
 
+TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "target")  # begin with a taper
+
 NORMS = {  # name -> norm of a ModelConfig
     "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
     "layernorm": lambda c: LayerNorm(c.n_embd, c.norm_eps, shift=c.norm_bias),
@@ -365,7 +393,11 @@ TAPERED_SITES = {"none": (), "internal": ("block",), "final": ("final",), "all":
 
 
 def make_norm(c: ModelConfig, site: str) -> nn.Module:
-    """The norm of a site, "block" or "final", before any fold."""
+    """The norm of a site, "block", "final" or "qk" (queries or keys, always RMSNorm), before any fold."""
+    if site == "qk":
+        if c.taper_qk:
+            return TaperNorm(c.head_dim, c.norm_eps, skip_first=c.calib_skip_first, ema_rate=c.ema_rate)
+        return RMSNorm(c.head_dim, c.norm_eps)
     if site not in TAPERED_SITES[c.taper]:
         return NORMS[c.norm](c)
     centre = c.norm == "layernorm"
@@ -385,70 +417,73 @@ class CentredEmbedding(nn.Embedding):
         return x - x.mean(-1, keepdim=True)
 
     def plain(self) -> nn.Embedding:
-        return nn.Embedding.from_pretrained(self.weight - self.weight.mean(1, keepdim=True), freeze=False)
+        table = by_rows(self.weight, lambda rows: rows - rows.mean(1, keepdim=True))
+        return nn.Embedding.from_pretrained(table, freeze=False)
 
 
 class CentredLinear(nn.Linear):
     """V = W - mean of W over its output features (CBWC): what it writes has mean 0."""
 
     def centred(self):
-        return self.weight - self.weight.mean(0, keepdim=True)
+        """(V, bias), the bias centred as well."""
+        bias = None if self.bias is None else self.bias - self.bias.mean()
+        return self.weight - self.weight.mean(0, keepdim=True), bias
 
     def forward(self, x):
-        return F.linear(x, self.centred())
+        return F.linear(x, *self.centred())
 
     def plain(self) -> nn.Linear:
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.centred())
+        weight, bias = self.centred()
+        linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
         return linear
-
-
-def rope_tables(c: ModelConfig, device) -> torch.Tensor:
-    """float32 rotary tables (2, block_size, 1, C): [0] cos, [1] sin with the half-split rotation's sign."""
-    numbers = partial(torch.arange, device=device, dtype=torch.float32)
-    frequency = c.rope_base ** (-numbers(0, c.head_dim, 2) / c.head_dim)
-    angle = torch.outer(numbers(c.block_size), frequency)  # (block_size, C/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer;
-    `pos` (0-dim) counts the tokens. One tensor for all layers would be copied in each of them by the
-    compiler, which cannot write into a slice."""
-
-    def __init__(self, model: "Transformer", batch: int, length: int):
-        c, w = model.config, model.tok_emb.weight
-        shape = (batch, c.n_kv_head, length, c.head_dim)
-        self.k = [torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)]
-        self.v = [torch.zeros_like(k) for k in self.k]
-        self.pos = torch.zeros((), dtype=torch.long, device=w.device)
-        self.columns = torch.arange(length, device=w.device)
 
 
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
-        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=False)
-        self.proj = writer(c.n_embd, c.n_embd, bias=False)
+        self.n_head, self.n_kv_head, self.head_dim, self.dropout = (
+            c.n_head,
+            c.n_kv_head,
+            c.head_dim,
+            c.dropout,
+        )
+        width = (c.n_head + 2 * c.n_kv_head) * c.head_dim
+        self.qkv = nn.Linear(c.n_embd, width, bias=c.bias or c.qkv_bias)
+        self.norm_q, self.norm_k = (make_norm(c, "qk") if c.qk_norm else None for _ in range(2))
+        self.proj = writer(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
 
-    def forward(self, x, rope, kv=None, rows=None, mask=None):
-        """x: (B, T, D); rope: (2, T, 1, C); kv: this layer's cache (2 of (B, K, length, C)); rows: (T)
-        positions to write in it; mask: (T, length). Returns the heads' output before `proj`, (B, T, D)."""
-        B, T, D = x.shape
+    def forward(self, x, rope, kv=None, rows=None, mask=None, gate=None):
+        """x: (B, T, D); rope: (2, T, 1, C) or None; kv: this layer's cache, called with k, v (B, K, T, C)
+        and `rows`, the (T) positions to write; mask: (T, length). Returns the heads' output before `proj`,
+        (B, T, H C)."""
+        B, T, _ = x.shape
         H, K = self.n_head, self.n_kv_head
         heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim)
         qk, v = heads.split((H + K, K), 2)
-        cos, sin = rope.to(qk.dtype)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)  # (B, T, H+K, C)
+        if self.norm_q is not None:
+            q, k = qk.split((H, K), 2)
+            qk = torch.cat((self.norm_q(q, gate), self.norm_k(k, gate)), 2)
+        if rope is not None:
+            cos, sin = rope.to(qk.dtype)
+            qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)  # (B, T, H+K, C)
         if torch.is_grad_enabled():
             v = v.clone()  # a view would keep all of qkv for the backward
         q, k, v = (t.transpose(1, 2) for t in (*qk.split((H, K), 2), v))  # (B, heads, T, C)
         if kv is not None:
-            k, v = kv[0].index_copy_(2, rows, k), kv[1].index_copy_(2, rows, v)  # (B, K, length, C)
-        y = attend(q, k, v, mask)
-        return y.transpose(1, 2).reshape(B, T, D)
+            k, v = kv(k, v, rows)  # (B, K, length, C)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        return y.transpose(1, 2).reshape(B, T, -1)
+
+    def take_out_scaling(self):
+        """Remove the norms of queries and keys if they are scalings at gate 0. Returns what the rows of qkv
+        are to be multiplied by in their place, ((H + 2K) C, 1), or None."""
+        if not isinstance(self.norm_q, TaperNorm | Scale):
+            return None
+        q, k = (norm.factor(gains=False)[1].detach() for norm in (self.norm_q, self.norm_k))
+        self.norm_q = self.norm_k = None
+        K = self.n_kv_head
+        return torch.cat((q.repeat(self.n_head), k.repeat(K), torch.ones_like(k).repeat(K))).unsqueeze(1)
 
 
 def product_matrix(linear: nn.Linear):
@@ -457,39 +492,79 @@ def product_matrix(linear: nn.Linear):
     watched = linear._forward_hooks or linear._forward_pre_hooks
     if type(linear) not in (nn.Linear, CentredLinear) or linear.bias is not None or watched:
         return None
-    return linear.centred() if type(linear) is CentredLinear else linear.weight
+    return linear.centred()[0] if type(linear) is CentredLinear else linear.weight
 
 
-class MLP(nn.Module):
+def product(linear: nn.Linear, x, inverse=None):
+    """linear(x / r), r given as its inverse (B, T, 1), which scales the product: the bias comes after."""
+    if inverse is None:
+        return linear(x)
+    y = F.linear(x, linear.weight) * inverse
+    return y if linear.bias is None else y + linear.bias
+
+
+class SwiGLU(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
-        self.gate_up = nn.Linear(c.n_embd, 2 * c.hidden, bias=False)
-        self.down = writer(c.hidden, c.n_embd, bias=False)
+        self.gate_up = nn.Linear(c.n_embd, 2 * c.hidden, bias=c.bias)
+        self.down = writer(c.hidden, c.n_embd, bias=c.bias)
+
+    @property
+    def reader(self) -> nn.Linear:
+        """The layer that reads the norm."""
+        return self.gate_up
+
+    def activation(self, x, inverse=None):
+        """(B, T, D) [, (B, T, 1)] -> (B, T, F)"""
+        return swiglu(product(self.gate_up, x, inverse))
 
     def forward(self, x):
         """(B, T, D) -> (B, T, D)"""
         uncompiled = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a compiler fuses better
         if uncompiled and (down := product_matrix(self.down)) is not None:
             return swiglu_product(self.gate_up(x), down)
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(self.activation(x))
+
+
+class GELU(nn.Module):
+    def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
+        super().__init__()
+        self.approximate = "tanh" if c.mlp == "gelu" else "none"
+        self.up = nn.Linear(c.n_embd, c.hidden, bias=c.bias)
+        self.down = writer(c.hidden, c.n_embd, bias=c.bias)
+
+    @property
+    def reader(self) -> nn.Linear:
+        return self.up
+
+    def activation(self, x, inverse=None):
+        return F.gelu(product(self.up, x, inverse), approximate=self.approximate)
+
+    def forward(self, x):
+        return self.down(self.activation(x))
 
 
 class Block(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         writer = CentredLinear if c.norm == "cbwc" else nn.Linear
+        self.dropout = c.dropout
         self.norm_attn = make_norm(c, "block")
         self.attn = Attention(c, writer)
         self.norm_mlp = make_norm(c, "block")
-        self.mlp = MLP(c, writer)
+        self.mlp = SwiGLU(c, writer) if c.mlp == "swiglu" else GELU(c, writer)
+
+    def drop(self, y):
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def forward(self, x, gate, *context):
-        x = x + self.attn.proj(self.attn(self.norm_attn(x, gate), *context))
-        return x + self.mlp(self.norm_mlp(x, gate))
+        x = x + self.drop(self.attn.proj(self.attn(self.norm_attn(x, gate), *context, gate=gate)))
+        return x + self.drop(self.mlp(self.norm_mlp(x, gate)))
 
     def fold(self, gains: bool):
-        self.norm_attn = absorb(self.norm_attn, self.attn.qkv, gains)
-        self.norm_mlp = absorb(self.norm_mlp, self.mlp.gate_up, gains)
+        rows = self.attn.take_out_scaling()
+        self.norm_attn = absorb(self.norm_attn, self.attn.qkv, gains, rows)
+        self.norm_mlp = absorb(self.norm_mlp, self.mlp.reader, gains)
 
 
 class CoupledBlock(Block):
@@ -503,15 +578,17 @@ class CoupledBlock(Block):
     def forward(self, x, gate, *context):
         if eager_training(x) and not (self.through or self.norm_mlp.weight is None):
             normed, inverse = rms_norm_and_inverse(x, self.norm_attn.weight, None, self.eps)
-            h = x + self.attn.proj(self.attn(normed, *context))
-            return h + self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight)
+            h = x + self.drop(self.attn.proj(self.attn(normed, *context, gate=gate)))
+            return h + self.drop(self.mlp(h * inverse.to(h.dtype) * self.norm_mlp.weight))
         inverse = inverse_rms(x, self.eps).to(x.dtype)  # (B, T, 1)
         reused = inverse if self.through else inverse.detach()
         if self.norm_mlp.weight is None:
-            h = add_product(x, self.attn(x * inverse, *context), self.attn.proj)
-            return add_product(h, swiglu(self.mlp.gate_up(h), reused), self.mlp.down)
-        h = x + self.attn.proj(self.attn(x * inverse * self.norm_attn.weight, *context))
-        return h + self.mlp(h * reused * self.norm_mlp.weight)
+            if self.dropout and self.training:
+                raise ModelError("a folded coupled model adds without dropout: train the one it came from")
+            h = add_product(x, self.attn(x * inverse, *context, gate=gate), self.attn.proj)
+            return add_product(h, self.mlp.activation(h, reused), self.mlp.down)
+        h = x + self.drop(self.attn.proj(self.attn(x * inverse * self.norm_attn.weight, *context, gate=gate)))
+        return h + self.drop(self.mlp(h * reused * self.norm_mlp.weight))
 
     def fold(self, gains: bool):
         super().fold(gains=True)
@@ -519,6 +596,7 @@ class CoupledBlock(Block):
 
 def add_product(residual, x, linear: nn.Linear):
     """residual + linear(x) in one product. (B, T, D), (B, T, in) -> (B, T, D)."""
+    residual = residual if linear.bias is None else residual + linear.bias
     return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
 
 
@@ -541,7 +619,9 @@ class Transformer(nn.Module):
             raise ModelError(f"form={config.form} {made}")
         c = self.config = config
         self.meta: dict = {}  # what the file it was loaded from says beside the weights
-        self.tok_emb = (CentredEmbedding if c.norm == "cbwc" else nn.Embedding)(c.vocab_size, c.n_embd)
+        table = CentredEmbedding if c.norm == "cbwc" else nn.Embedding
+        self.tok_emb = table(c.vocab_size, c.n_embd)
+        self.pos_emb = table(c.block_size, c.n_embd) if c.positions == "learned" else None
         plain = c.coupled_from_layer if c.norm == "coupled" else c.n_layer
         self.blocks = nn.ModuleList(Block(c) if i < plain else CoupledBlock(c) for i in range(c.n_layer))
         self.norm_final = make_norm(c, "final")
@@ -553,6 +633,8 @@ class Transformer(nn.Module):
             if p.dim() == 2:
                 writes_stream = name.endswith(("attn.proj.weight", "mlp.down.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if writes_stream else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
         self.set_phase("norm")
 
     def _apply(self, fn, recurse=True):
@@ -565,13 +647,14 @@ class Transformer(nn.Module):
     def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
         """idx, targets: (B, T) token ids. Returns logits (B, T, V), with last_only (B, 1, V); or Losses."""
         T = idx.shape[1]
-        x = self.tok_emb(idx)  # (B, T, D)
         if cache is None:
-            context = [(self.rope[:, :T],)] * len(self.blocks)
+            rows, rest = slice(T), [()] * len(self.blocks)
         else:
             rows = cache.pos + torch.arange(T, device=idx.device)
             mask = cache.columns <= rows[:, None]  # (T, length)
-            context = [(self.rope[:, rows], kv, rows, mask) for kv in zip(cache.k, cache.v, strict=True)]
+            rest = [(partial(cache.update, i), rows, mask) for i in range(len(self.blocks))]
+        x = self.embed(idx, rows)  # (B, T, D)
+        context = [(None if self.rope is None else self.rope[:, rows], *args) for args in rest]
         for block, args in zip(self.blocks, context, strict=True):
             x = block(x, self.gate, *args)
         if cache is not None:
@@ -585,6 +668,14 @@ class Transformer(nn.Module):
             return Losses(ce, ce.detach(), torch.zeros_like(ce), x.detach())
         aux = self.config.aux_weight * scale_loss
         return Losses(ce + aux, ce.detach(), aux.detach(), x.detach())
+
+    def embed(self, idx, rows):
+        """The stream's first value. (B, T) ids, their positions (a slice, (T) or (B, T)) -> (B, T, D)."""
+        x = self.tok_emb(idx)
+        if self.pos_emb is not None:
+            at = torch.arange(rows.stop, device=idx.device) if isinstance(rows, slice) else rows
+            x = x + self.pos_emb(at)
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
     def head(self):
         """(weight (V, D), bias (V) or None) of the output head."""
@@ -608,17 +699,19 @@ class Transformer(nn.Module):
         """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention."""
         c = self.config
         matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
+        matrices.pop("pos_emb.weight", None)  # looked up, not multiplied by
         if self.lm_head is not None:
-            del matrices["tok_emb.weight"]  # looked up, not multiplied by
-        return 6 * sum(matrices.values()) + 6 * c.n_layer * c.block_size * c.n_embd
+            del matrices["tok_emb.weight"]  # likewise
+        return 6 * sum(matrices.values()) + 6 * c.n_layer * c.block_size * c.n_head * c.head_dim
 
     # --- taper
 
     def taper_norms(self) -> dict[str, TaperNorm]:
-        """{"0.attn": ..., "0.mlp": ..., "final": ...}, those that taper."""
+        """{"0.attn": ..., "0.q": ..., "0.k": ..., "0.mlp": ..., "final": ...}, those that taper."""
         sites = {}
         for i, block in enumerate(self.blocks):
-            sites |= {f"{i}.attn": block.norm_attn, f"{i}.mlp": block.norm_mlp}
+            sites |= {f"{i}.attn": block.norm_attn, f"{i}.q": block.attn.norm_q, f"{i}.k": block.attn.norm_k}
+            sites[f"{i}.mlp"] = block.norm_mlp
         sites["final"] = self.norm_final
         return {name: norm for name, norm in sites.items() if isinstance(norm, TaperNorm)}
 
@@ -662,53 +755,7 @@ class Transformer(nn.Module):
 
     # --- text
 
-    @torch.inference_mode()
-    def generate(
-        self, idx, max_new_tokens: int, temperature=1.0, top_k: int | None = None, top_p=1.0,
-        seed: int | None = None, stop_id: int | None = None, use_cache=True, compile=False,
-    ):  # fmt: skip
-        """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), and ends early once
-        every row has said stop_id (rows that said it before are padded with it). `compile` makes the step
-        from one token to the next a single graph, compiled once for each B and each 128 tokens of cache; it
-        needs the cache. Raises: ModelError for logits that are not finite.
-
-        The context is the last block_size tokens; when full it drops to its newer half, with the cache or
-        without.
-        """
-        was_training = self.training
-        self.eval()
-        size = self.config.block_size
-        rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-        done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
-        finite = torch.zeros((), device=idx.device)
-        start, cache, fresh = max(0, idx.shape[1] - size), None, True
-        decode = compiled_decoding(self, idx.device) if compile else self
-        for _ in range(max_new_tokens):
-            if idx.shape[1] - start > size:
-                start, fresh = idx.shape[1] - max(1, size // 2), True
-            if not use_cache:
-                logits = self(idx[:, start:], last_only=True)
-            elif fresh:
-                unseen = idx[:, start:]
-                length = unseen.shape[1] + max_new_tokens
-                length = 128 * math.ceil(length / 128) if compile else length
-                cache, fresh = KVCache(self, len(idx), min(size, length)), False
-                logits = self(unseen, cache=cache, last_only=True)
-            else:
-                logits = decode(unseen, cache=cache, last_only=True)
-            finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
-            new = sample_token(logits[:, -1], temperature, top_k, top_p, rng)
-            if stop_id is not None:
-                new = new.masked_fill(done, stop_id)
-                done |= new == stop_id
-            idx, unseen = torch.cat((idx, new), 1), new
-            if stop_id is not None and done.all():
-                break
-        self.train(was_training)
-        if not finite.isfinite():
-            why = "is this a checkpoint from before its taper's end?"
-            raise ModelError(f"the logits are not finite, so there is nothing to sample; {why}")
-        return idx
+    generate = generate
 
     # --- files
 
@@ -727,15 +774,15 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_file(cls, file: dict, path="file") -> "Transformer":
-        """The same from what read_file(path) returned."""
+        """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
         state, meta = file["state"], file["meta"]
         try:
             config = ModelConfig(**file["config"])
             table = (config.vocab_size, config.n_embd)
             if config.n_layer > len(state) or state["tok_emb.weight"].shape != table:
                 raise ModelError(f"{path} does not fit its config: other shapes")  # before they are allocated
-            # the form gives the structure, the file the values
-            model = FORMS[config.form](cls(replace(config, form="trained")))
+            with torch.device("meta"):  # the form gives the structure, the file the values
+                model = FORMS[config.form](cls(replace(config, form="trained")))
         except (TypeError, RuntimeError) as e:
             raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
         check_state(state, model.state_dict(), path)
@@ -747,113 +794,160 @@ class Transformer(nn.Module):
             raise ModelError(
                 f"{path} is of another version: its gate or its corpus is not what this one writes"
             )
-        model.to(state["tok_emb.weight"].dtype).load_state_dict(state)
+        model.load_state_dict(state, assign=True)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:  # not of the file: the gate, and the sums of a step
+                    setattr(module, name, buffer.new_zeros(buffer.shape, device="cpu"))
+        model.rope = rope_tables(config, "cpu")
         model.meta = meta
         model.gate.fill_(gate)
         model.set_phase(phase)
         return model.eval()
 
 
-def compiled_decoding(model: Transformer, device: torch.device):
-    """`model` as one graph a call, for shapes that do not change."""
-    torch._dynamo.config.recompile_limit = 256  # it counts other models and shapes too, and gives up after 8
-    options = {"cpp_wrapper": True} if device.type == "cpu" else None  # on a CPU, C++ calls the kernels then
-    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
-
-
-def check_state(state: dict, wanted: dict, path):
-    """Raises: ModelError, naming the tensor, unless `state` is finite and shaped and named as `wanted`."""
-    for name in sorted(wanted.keys() | state.keys(), key=str):
-        if name not in state:
-            raise ModelError(f"{path} does not fit its config: tensor {name} is missing")
-        if name not in wanted:
-            raise ModelError(f"{path} does not fit its config: it has no place for tensor {name}")
-        got, want = tuple(state[name].shape), tuple(wanted[name].shape)
-        if got != want:
-            raise ModelError(f"{path} does not fit its config: {name} is {got}, not {want}")
-        if not torch.isfinite(state[name]).all():
-            raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
-
-
-def sample_token(logits, temperature: float, top_k: int | None, top_p: float, rng):
-    """Draw the next token of each row. (B, V) -> (B, 1)."""
-    if temperature < 1e-6:  # divided by less, logits would overflow
-        return logits.argmax(-1, keepdim=True)
-    logits = (upcast(logits) / temperature).nan_to_num()  # to draw from; generate() refuses the rest
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    p, order = logits.softmax(-1).sort(descending=True, stable=True)
-    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)  # the smallest set whose mass reaches top_p; never empty
-    return order.gather(1, torch.multinomial(p, 1, generator=rng))
+def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
+    """The network of `file` with the norm, taper, dropout and (shorter) context of `config`: nothing tapered
+    and nothing calibrated yet. Its tensors are the file's own. Raises: ModelError."""
+    with torch.device("meta"):
+        wanted = Transformer(config).state_dict()
+    state = dict(file["state"])
+    for name in wanted.keys() - state.keys():
+        if name.endswith("weight_tilde"):
+            state[name] = state[name.removesuffix("_tilde")].clone()
+        elif name.rpartition(".")[2] in TRACKED:
+            state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
+    kept = {name: t for name, t in state.items() if name in wanted or name.rpartition(".")[2] not in TRACKED}
+    if "pos_emb.weight" in wanted:
+        kept["pos_emb.weight"] = kept["pos_emb.weight"][: config.block_size].clone()
+    meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
+    return Transformer.from_file({"config": asdict(config), "state": kept, "meta": meta}, path)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # folding: everything linear that stands before a matrix product moves into the matrix
+#
+# A model is changed and proved part by part, a part being a block, or the final norm with some rows of the
+# output head. So float64 never holds more than one of them, however large the model is.
+
+PIECE = 1 << 24  # numbers of a large matrix in float64 at a time: 128 MiB
 
 
-def absorb(norm: nn.Module, linear: nn.Linear, gains: bool) -> nn.Module:
+def absorb(norm: nn.Module, linear: nn.Linear, gains: bool, rows=None) -> nn.Module:
     """Move the linear part of `norm` into the layer that reads it; returns what is left of the norm.
 
     y = core(h) * gain + shift read by W:  W <- W diag(gain), b <- b + W shift, and a centring of h becomes
-    W <- W (I - 11'/D).
+    W <- W (I - 11'/D). `rows` (out, 1) then multiplies what W writes, bias and all.
     """
     core, gain, shift, centre = norm.factor(gains)
-    W = linear.weight.data
+    W, b = linear.weight.data, None if linear.bias is None else linear.bias.data
     if shift is not None:
-        linear.bias = nn.Parameter(W @ shift.data + (0 if linear.bias is None else linear.bias.data))
+        b = W @ shift.data + (0 if b is None else b)
     if gain is not None:
         W = W * gain.data
     if centre:
         W = W - W.mean(1, keepdim=True)
-    linear.weight = nn.Parameter(W)
+    if rows is not None:
+        W, b = W * rows, None if b is None else b * rows[:, 0]
+    linear.weight, linear.bias = nn.Parameter(W), None if b is None else nn.Parameter(b)
     return core
 
 
-def transformed(model: Transformer, change, form: str) -> Transformer:
-    """A copy in eval mode, without the anchor, with `change(copy)` done in float64 and cast back once."""
-    dtype = model.tok_emb.weight.dtype
-    with torch.no_grad():
-        new = copy.deepcopy(model).double()
-        new.anchor = None
-        change(new)
-        new.config = replace(model.config, form=form, tie_embeddings=new.lm_head is None)
-        return new.to(dtype).requires_grad_().eval()
+def by_rows(table, change) -> torch.Tensor:
+    """change(rows) of a large table (out, in), in float64 and cast back."""
+    new = torch.empty_like(table)
+    rows = max(1, PIECE // table.shape[1])
+    for to, piece in zip(new.split(rows), table.detach().split(rows), strict=True):
+        to.copy_(change(piece.double()))
+    return new
+
+
+class End(nn.Module):
+    """The final norm, and some rows of the output head: (B, T, D) -> (B, T, rows)."""
+
+    def __init__(self, norm: nn.Module, weight, bias):
+        super().__init__()
+        self.norm = norm
+        self.linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight)
+        self.linear.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+    def fold(self, gains: bool):
+        self.norm = absorb(self.norm, self.linear, gains)
+
+
+def ends(model: Transformer) -> list[End]:
+    """The end of a model, all rows of its head, in views of at most PIECE numbers."""
+    weight, bias = (None if t is None else t.detach() for t in model.head())
+    weights = weight.split(max(1, PIECE // weight.shape[1]))
+    biases = [None] * len(weights) if bias is None else bias.split(len(weights[0]))
+    return [End(model.norm_final, *piece) for piece in zip(weights, biases, strict=True)]
+
+
+def reformed(part: nn.Module, form: str) -> nn.Module:
+    """A copy of a Block or an End in another form, in eval mode: changed in float64, cast back once. It
+    shares the tensors that come out as they were."""
+    new, old = copy.deepcopy(part).double(), dict(part.named_parameters())
+    if form == "unfused":
+        changed = {name: m.at_zero() for name, m in new.named_modules() if isinstance(m, TaperNorm)}
+    else:
+        new.fold(gains=form == "weightless")
+        changed = {name: m.plain() for name, m in new.named_modules() if hasattr(m, "plain")}
+    for name, module in changed.items():
+        new.set_submodule(name, module)
+    new.to(next(iter(old.values())).dtype)
+    for name, p in list(new.named_parameters()):
+        was = old.get(name)
+        same = was is not None and not p.is_meta and torch.equal(p, was)
+        owner, _, leaf = name.rpartition(".")
+        setattr(new.get_submodule(owner), leaf, nn.Parameter((was if same else p).detach()))
+    return new.eval()
+
+
+@torch.no_grad()
+def transformed(model: Transformer, form: str) -> Transformer:
+    """The model in another form, in eval mode and without the anchor. What the form does not change is
+    shared with `model`, which is left alone."""
+    shared = {id(p): nn.Parameter(p.detach()) for p in model.parameters()} | {id(model.rope): model.rope}
+    new, folds = copy.deepcopy(model, shared), form != "unfused"
+    new.anchor = None
+    new.blocks = nn.ModuleList(reformed(block, form) for block in model.blocks)
+    pieces = ends(model)
+    of_norm = model.norm_final.factor(form == "weightless")[1:] if folds else ()
+    head_changes = any(part is not None and part is not False for part in of_norm)
+    if head_changes:
+        weight, first = model.head()[0].detach(), reformed(pieces[0], form)
+        bias = None if first.linear.bias is None else weight.new_empty(len(weight))
+        new.lm_head = End(first.norm, torch.empty_like(weight), bias).linear
+        for to, piece in zip(ends(new), pieces, strict=True):
+            linear = reformed(piece, form).linear
+            to.linear.weight.copy_(linear.weight)
+            if bias is not None:
+                to.linear.bias.copy_(linear.bias)
+    elif folds and isinstance(model.tok_emb, CentredEmbedding):
+        new.lm_head = End(model.norm_final, *(None if t is None else t.detach() for t in model.head())).linear
+    new.norm_final = reformed(pieces[0], form).norm
+    for name in ("tok_emb", "pos_emb"):
+        if folds and isinstance(getattr(model, name), CentredEmbedding):
+            setattr(new, name, getattr(model, name).plain())
+    new.config = replace(model.config, form=form, tie_embeddings=new.lm_head is None)
+    return new.eval()
 
 
 def fold(model: Transformer, gains: bool = False) -> Transformer:
     """A plain model with the same logits: tapered norms at g = 0 are gone, CBWC's weights are centred for
     good, CoupledNorm keeps one bare statistic a block. `gains` moves the gains and shifts of the norms that
     stay into the layers that read them as well. A tied head that changes is untied. `model` itself is left
-    alone."""
-
-    def change(m: Transformer):
-        tied, last = m.lm_head is None, m.norm_final
-        if tied:
-            m.lm_head = nn.Linear(m.config.n_embd, m.config.vocab_size, bias=False, device="meta")
-            m.lm_head.weight = nn.Parameter(m.tok_emb.weight.data.clone())
-        m.norm_final = absorb(last, m.lm_head, gains)
-        for block in m.blocks:
-            block.fold(gains)
-        centred = [(name, layer) for name, layer in m.named_modules() if hasattr(layer, "plain")]
-        for name, layer in centred:
-            m.set_submodule(name, layer.plain())
-        if tied and m.norm_final is last and not centred:
-            m.lm_head = None
-
-    return transformed(model, change, "weightless" if gains else "folded")
+    alone, and shares the tensors that the fold does not change."""
+    return transformed(model, "weightless" if gains else "folded")
 
 
 def unfuse(model: Transformer) -> Transformer:
-    """A copy in which every tapered norm is an explicit scaling (`Scale`)."""
-
-    def change(m: Transformer):
-        for parent in (m, *m.blocks):
-            for name, child in parent.named_children():
-                if isinstance(child, TaperNorm):
-                    setattr(parent, name, child.at_zero())
-
-    return transformed(model, change, "unfused")
+    """The model with every tapered norm as an explicit scaling (`Scale`); it shares all other tensors."""
+    return transformed(model, "unfused")
 
 
 def exports(config: ModelConfig) -> dict[str, str]:
@@ -870,11 +964,42 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()
+def first_stream(model: Transformer, idx, dtype: torch.dtype, plain: bool):
+    """What `model` embeds idx (B, T) as, computed in `dtype`; `plain`: by its tables folded. (B, T, D)"""
+    x = 0
+    for table, ids in ((model.tok_emb, idx), (model.pos_emb, torch.arange(idx.shape[1]))):
+        if table is not None:
+            rows = table.weight[ids.flatten()].to(dtype)  # a small table: the whole one may be large
+            small = type(table).from_pretrained(rows)
+            small = small.plain() if plain and hasattr(small, "plain") else small
+            x = x + small(torch.arange(ids.numel())).view(*ids.shape, -1)
+    return x
+
+
+@torch.no_grad()
 def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
-    """max |logits(FORMS[form](model)) - logits(model)| / max |logits(model)| in `dtype` on idx (B, T)."""
-    reference = copy.deepcopy(model).to(dtype).eval()
-    logits = reference(idx)
-    return ((FORMS[form](reference)(idx) - logits).abs().max() / logits.abs().max()).item()
+    """max |logits(FORMS[form](model)) - logits(model)| / max |logits(model)| in `dtype` on idx (B, T), on the
+    CPU and part by part. In another type than the model's own the parts are cast first, then folded."""
+    own = dtype == model.tok_emb.weight.dtype
+    new = FORMS[form](model) if own else model
+
+    def both(part, changed):
+        exact = copy.deepcopy(part).to(dtype).eval()
+        return exact, changed if own else reformed(exact, form)
+
+    x = first_stream(model, idx, dtype, plain=False)
+    y = first_stream(new, idx, dtype, plain=form != "unfused")
+    context = (model.gate, None if model.rope is None else model.rope[:, : idx.shape[1]])
+    for parts in zip(model.blocks, new.blocks, strict=True):
+        exact, changed = both(*parts)
+        x, y = exact(x, *context), changed(y, *context)
+    differences, scales = [], []
+    for parts in zip(ends(model), ends(new), strict=True):
+        exact, changed = both(*parts)
+        logits = exact(x)
+        differences.append((changed(y) - logits).abs().max())
+        scales.append(logits.abs().max())
+    return (torch.stack(differences).max() / torch.stack(scales).max()).item()
 
 
 def export(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, float]]:

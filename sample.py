@@ -1,10 +1,12 @@
-"""Text from any checkpoint or export.
+"""Text from any checkpoint, export or pretrained model.
 
     python sample.py out/demo --prompt="def main("          # a run folder: folded.pt, model.pt or ckpt.pt
     python sample.py out/demo/unfused.pt --temperature=0    # a model file
     printf "Once upon a time" | python sample.py out/tiny   # the prompt from stdin
+    python sample.py Qwen/Qwen3-0.6B --chat=True --prompt=Hi  # a Hugging Face folder, or a model of the hub
 
-Whatever tapers runs at gate 0. The tokenizer is the one the file names: tokenizer.model in its folder.
+Whatever tapers runs at gate 0. The tokenizer is the one in the same folder. A begin token and a chat template
+are used where the tokenizer has them, and any of its end tokens ends a sample.
 """
 
 import os
@@ -15,12 +17,12 @@ from typing import Annotated
 
 import torch
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.hub import open_model
 from nanonorm.machine import pick_device
-from nanonorm.run import model_file
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
 
@@ -37,20 +39,30 @@ class Sample:
     seed: Whole = 1337  # of the sampling
     device: str = "cpu"  # cpu, cuda, ...
     compile: bool = False  # compile the step to the next token: half a minute once, up to 2x for small models
-    tokenizer: str | None = None  # a SentencePiece model to use instead of the run's own
+    tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use instead of the model's own
+    chat: bool = False  # the prompt is a user's turn in the chat template, and the reply alone is printed
 
 
 def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokenizer:
     """The tokenizer that `model`, read from `path`, was trained with. Raises: BadInput if it is not."""
-    file = override or path.parent / "tokenizer.model"
-    tokenizer = load_tokenizer(file)
+    folder = path if path.is_dir() else path.parent
+    tokenizer = load_tokenizer(folder) if override is None else open_tokenizer(override)
     named = model.meta.get("corpus", {}).get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != named:
-        raise BadInput(f"{file} is not the tokenizer of {path}; give the right one with --tokenizer=")
+        remedy = "give the right one with --tokenizer="
+        raise BadInput(f"{tokenizer.name} is not the tokenizer of {path}; {remedy}")
     if tokenizer.vocab_size > model.config.vocab_size:
         ids = f"the tokenizer has {tokenizer.vocab_size} ids, {path} only {model.config.vocab_size}"
         raise BadInput(f"{ids}; give its own with --tokenizer=")
     return tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
+    """What the model continues. Raises: BadInput for a chat without a template."""
+    if chat:
+        return tokenizer.chat([{"role": "user", "content": prompt}])
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return begin + tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -71,21 +83,25 @@ def main():
         raise BadInput(
             "name one run folder or model file: python sample.py out/demo (--help lists the options)"
         )
-    path = model_file(words[0])
-    model = Transformer.load(path)
+    file, path = open_model(words[0])
+    model = Transformer.from_file(file, path)
     device = pick_device(cfg.device)
     model.to(device)
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
-    ids = tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
+    ids = prompt_ids(tokenizer, prompt, cfg.chat)
+    before = len(tokenizer.decode(ids))
     idx = torch.tensor([ids], device=device)
     for i in range(cfg.num_samples):
         out = model.generate(
             idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i,
-            stop_id=tokenizer.eot_id, compile=cfg.compile,
+            stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile,
         )  # fmt: skip
-        new = [t for t in out[0, len(ids) :].tolist() if t < tokenizer.vocab_size and t != tokenizer.eot_id]
-        print(prompt + tokenizer.decode(new))
+        # A model may have more rows than its tokenizer has ids; the end token adds no text.
+        ends = tokenizer.end_ids
+        new = [t for t in out[0, len(ids) :].tolist() if t < tokenizer.vocab_size and t not in ends]
+        reply = tokenizer.decode(ids + new)[before:]  # some take the space off the first word of a text
+        print(reply if cfg.chat else prompt + reply)
         if i + 1 < cfg.num_samples:
             print("-" * 40)
 

@@ -3,11 +3,12 @@
     python train.py config/demo.py                               # a run on one device
     python train.py config/taper_30m.py --max_iters=20000        # files in order, then flags; --help has all
     python train.py --init_from=resume --out_dir=out/taper_30m   # go on with a run; auto: if there is one
+    python train.py config/taper_gpt2.py --init_from=gpt2        # from weights: a hub id, a folder, a file
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
                                                                  # several processes, still 16 windows a step
 
-Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), tokenizer.model
-and, at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
+Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one before), the tokenizer and,
+at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
 import gc
@@ -28,13 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 from config import Config
 from data import open_corpus, prepare_if_missing
 from data.sampling import on_device, train_batch, windows
-from model import Transformer, export, exports
+from data.tokenizer import load_tokenizer
+from model import Transformer, begun_from, export, exports
 from nanonorm.cli import parse
+from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, write_file
 from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.ranks import Interrupt, Ranks
+from nanonorm.rotary import ROTARY_TABLES
 from nanonorm.run import Beginning, RunFolder, begin, restore
 
 
@@ -124,6 +128,7 @@ class Step:
                 self.model.calibrate()
             self.enter(phase)
         self.set_gate(step)
+        self.step = step
         self.number.fill_(step)
         lr = lr_at(step, self.cfg)
         for group in self.optimizer.param_groups:  # a graph sees only what tensors hold
@@ -131,6 +136,13 @@ class Step:
 
     def set_gate(self, step: int):
         self.model.gate.fill_(gate_at(step, self.cfg)[1])
+
+    def seed_dropout(self, step: int, micro: int):
+        """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""
+        if self.cfg.dropout:
+            index = micro * self.ranks.size + self.ranks.rank
+            rng = np.random.default_rng((self.cfg.seed, step, index, 1))  # 1: not the stream of the batch
+            torch.manual_seed(int(rng.integers(2**63)))
 
     def __call__(self, x, y):
         """x, y: inputs and targets (micro_steps, B, T). Returns, and keeps as `last`, the final norm's
@@ -143,6 +155,7 @@ class Step:
         for micro in range(self.micro_steps):
             if self.ranks.size > 1:
                 self.wrapped.require_backward_grad_sync = micro == self.micro_steps - 1
+            self.seed_dropout(self.step, micro)
             with self.autocast:
                 losses = self.wrapped(x[micro], y[micro])
             (losses.total / self.micro_steps).backward()
@@ -181,6 +194,12 @@ class Step:
         bad = self.bad_step.item()
         return bad if bad < self.cfg.max_iters else None
 
+    def replayed(self, batch, step: int):
+        """Yield the (x, y) of each micro-batch, with dropout's masks set as they were in `step`."""
+        for micro, pair in enumerate(zip(*batch, strict=True)):
+            self.seed_dropout(step, micro)
+            yield pair
+
     def check(self, batch_of, remedy: str, weights: bool):
         """End the run if a step was not finite, or if the `weights` are not, and name the step and the
         tensor. batch_of: step -> its (x, y). Raises: SystemExit."""
@@ -188,7 +207,7 @@ class Step:
         if bad is not None:
             self.set_gate(bad)
             self.update = self.last = None  # a graph keeps the memory of a whole step
-            where = first_nonfinite(self.model, zip(*batch_of(bad), strict=True), self.autocast)
+            where = first_nonfinite(self.model, self.replayed(batch_of(bad), bad), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
         for name, p in self.model.named_parameters() if weights else ():
             if not torch.isfinite(p).all():
@@ -269,11 +288,17 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     cfg = start.settings
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
-        raise BadInput(f"{below}; leave it out or raise it")
+        raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
     config = cfg.model_config(corpus["vocab_size"])
     torch.manual_seed(cfg.seed)
     if start.file is None:
         return Transformer(config)
+    if start.given is not None:
+        named = start.file["meta"].get("corpus", {}).get("tokenizer_sha256", corpus["tokenizer_sha256"])
+        if named != corpus["tokenizer_sha256"]:
+            remedy = f"prepare {data_folder} again with --tokenizer={cfg.init_from}"
+            raise BadInput(f"{data_folder} was not prepared with the tokenizer of {start.given}; {remedy}")
+        return begun_from(start.file, config, start.given)
     model = Transformer.from_file(start.file, start.source)
     texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
     was = texts | model.meta.get("corpus", {})  # an older checkpoint knows its tokenizer only
@@ -284,12 +309,24 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     return model
 
 
+def change_of(model: Transformer, start: Beginning, val_tokens) -> str:
+    """In words, how far a network begun with another norm is from the one it was begun from."""
+    before = Transformer.from_file(start.file, start.given)
+    T = min(512, model.config.block_size, len(val_tokens) - 1)
+    starts = np.arange(min(4, (len(val_tokens) - 1) // T)) * T
+    found = divergence(before, model.eval(), [windows(val_tokens, at[None], T, "cpu") for at in starts])
+    moved = f"cross-entropy {found.before:.4f} -> {found.after:.4f}, KL {found.kl:.4f} nats a token"
+    norms = f"norm={model.config.norm} instead of {before.config.norm} changes the network"
+    return f"{norms}: {moved} on {len(starts)} x {T} tokens of the validation split"
+
+
 def export_all(model: Transformer, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
     block_size = model.config.block_size
     model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
-    count = min(4, (len(val_tokens) - 1) // block_size)
-    sample, _ = windows(val_tokens, np.arange(count) * block_size, block_size, "cpu")
+    length = min(512, block_size)
+    count = min(4, (len(val_tokens) - 1) // length)
+    sample, _ = windows(val_tokens, np.arange(count) * length, length, "cpu")
     proofs, paths = [], []
     for name, form in exports(model.config).items():
         exported, errors = export(model, form, sample)
@@ -313,29 +350,36 @@ def main(held: ExitStack):
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = set_up(cfg, ranks)
     ranks.start(device, cfg.backend)
-    first, last = ranks.span(-1 if start.file is None else progress.iter)
+    first, last = ranks.span(-1 if start.source is None else progress.iter)
     if first != last:
         found = f"the ranks found checkpoints of steps {first} to {last} in {cfg.out_dir}"
         raise BadInput(f"{found}: it was being written; start again")
 
     # --- data, model, optimizer
     data_folder = ROOT / "data" / cfg.dataset
-    ranks.main_first(prepare_if_missing, data_folder)
+    tokenizer = None if start.given is None else str(start.given)
+    ranks.main_first(lambda folder: prepare_if_missing(folder, tokenizer), data_folder)
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
     model = make_model(start, corpus, data_folder)
+    notes = cfg.remarks()
+    if start.given is not None and cfg.norm != start.file["config"].get("norm", cfg.norm):
+        notes.append(change_of(model, start, torch.from_numpy(val_tokens)))
+    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     step = Step(model, cfg, device, dtype, ranks)
-    if start.file is not None:
+    if start.source is not None:
         step.restore(start)
-        start.file = progress.totals = None  # frees the copies
+    start.file = progress.totals = None  # frees the copies
 
     # --- run folder
     folder = RunFolder(start, ranks)
     folder.claim(held)
     code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks.size}
+    code |= {"rotary_tables": ROTARY_TABLES}
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
-    origin = {"corpus": {k: corpus[k] for k in names} | {"tokenizer": "tokenizer.model"}, "versions": code}
+    origin = {"corpus": {k: corpus[k] for k in names} | {"tokenizer": corpus["tokenizer"]}, "versions": code}
+    if "base" in model.meta:
+        origin["base"] = model.meta["base"]
 
     def checkpoint():
         step.gather_totals()
@@ -345,10 +389,12 @@ def main(held: ExitStack):
         checkpoint()  # first of all files: from here on a killed run can be resumed
     size = sum(p.numel() for p in model.parameters())
     header = {"versions": code, "corpus": corpus, "parameters": size}
-    folder.begin_log(header, data_folder / corpus["tokenizer"])
+    folder.begin_log(header, load_tokenizer(data_folder / corpus["tokenizer"]).files)
     text = f"{corpus['train_tokens']:,} training tokens from {corpus['source']}"
     kind = f"{code['dtype']} on {code['processor']}"
     folder.announce(f"{size / 1e6:.2f} M parameters; {text}; {kind}; writing {folder.path}")
+    for note in notes:
+        folder.announce(note)
 
     # --- the loop
     def batch_of(k: int):

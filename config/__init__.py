@@ -38,7 +38,9 @@ class Config(ModelKnobs):
 
     # the run
     out_dir: str = "out"  # folder the run writes
-    init_from: Literal["scratch", "resume", "auto"] = "scratch"  # auto: resume if there is one, else start
+    init_from: str = (
+        "scratch"  # scratch, resume, auto (resume if there is a run), or PATH or hub id of weights
+    )
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Count = 1000  # steps between passes over the validation split
     log_interval: Count = 10  # steps between log lines
@@ -86,6 +88,10 @@ class Config(ModelKnobs):
             raise BadInput(
                 f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
             )
+        if self.dropout and self.cuda_graph:
+            raise BadInput(
+                "dropout draws anew in each micro-batch, which a CUDA graph cannot; set one of them"
+            )
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if self.taper != "none" or self.aux_weight > 0:
@@ -116,6 +122,36 @@ class Config(ModelKnobs):
             set_knob(run, name, value, where)
         return run.resolve()
 
+    def started_from(self, file: dict, explicit: set[str], where: str) -> "Config":
+        """The settings of a run that starts from the weights in `file`: the architecture is theirs, but for
+        what is named in `explicit` and free. Raises: BadInput, naming what contradicts the file."""
+        base, phase = ModelConfig(**file["config"]), file["meta"].get("phase", "norm")
+        if base.form not in ("trained", "unfused") or (base.taper != "none" and base.form == "unfused"):
+            raise BadInput(f"{where} is a {base.form} export; start from the run's ckpt.pt")
+        if base.taper != "none" and phase != "norm":
+            raise BadInput(f"{where} has begun to taper its norms; start from weights from before that")
+        for name in sorted(explicit & {f.name for f in dataclasses.fields(ModelKnobs)} - FREE_OF_WEIGHTS):
+            asked, theirs = getattr(self, name), getattr(base, name)
+            if asked is not None and asked != theirs:
+                raise BadInput(f"{name}={asked} contradicts {where}, which has {theirs}; leave it out")
+        if "block_size" in explicit and self.block_size > base.block_size:
+            longest = f"block_size={self.block_size} is longer than the {base.block_size} of {where}"
+            raise BadInput(f"{longest}; make it smaller")
+        if "norm" in explicit and self.norm not in REACHED_FROM.get(base.norm, (base.norm,)):
+            ways = " or ".join(REACHED_FROM.get(base.norm, (base.norm,)))
+            raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
+        theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
+        theirs["block_size"] = min(base.block_size, LONGEST_UNASKED)
+        return dataclasses.replace(
+            self, **theirs | {name: getattr(self, name) for name in explicit & FREE_OF_WEIGHTS}
+        ).resolve()
+
+    def remarks(self) -> list[str]:
+        """What someone who sets these knobs should know."""
+        if self.norm == "cbwc" and self.dropout:
+            return ["cbwc with dropout is not LayerNorm: dropout gives the stream a mean again"]
+        return []
+
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs
         that were named. Raises: BadInput if that is another run."""
@@ -138,4 +174,16 @@ FREE_ON_RESUME = {
     "cuda_graph", "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name",
 }  # fmt: skip
 
-KNOBS_ADDED_LATER = {"cuda_graph"}  # runs recorded before they existed had what are now the defaults
+# Of the architecture, a run that starts from given weights may set these anew.
+FREE_OF_WEIGHTS = {
+    "norm", "taper", "taper_qk", "aux_weight", "ema_rate", "calib_skip_first", "coupled_grad",
+    "coupled_from_layer", "dropout", "block_size",
+}  # fmt: skip
+REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}
+LONGEST_UNASKED = 1024  # tokens of block_size, where the weights allow more and the run names none
+
+# Runs recorded before these existed had what are now the defaults.
+KNOBS_ADDED_LATER = {
+    "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
+    "dropout", "taper_qk",
+}  # fmt: skip

@@ -1,10 +1,10 @@
 """What every corpus shares: documents streamed through a tokenizer into token files, and the way back.
 
-    data/<name>/prepare.py  ->  train.bin  val.bin  tokenizer.model  meta.json
+    data/<name>/prepare.py  ->  train.bin  val.bin  tokenizer.model or .json  meta.json
 
 A corpus hands over its two splits as streams of parts `(text, ends)`. A part is a document, or a stretch of
 one too long to hold in memory: `ends` says whether the document ends with it, and so whether an end token
-follows. Memory holds one batch of a stream at a time, and the sample that the tokenizer learns from.
+follows. Memory holds one batch of a stream at a time, and the sample that a tokenizer learns from.
 """
 
 import hashlib
@@ -23,19 +23,18 @@ from pydantic import AfterValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from data.tokenizer import (
-    END,
+    BESIDE,
     MAX_VOCAB,
-    MIN_VOCAB,
+    SentencePiece,
     Tokenizer,
     check_vocab_size,
     load_tokenizer,
+    open_tokenizer,
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT, atomic_write, json_object
 from nanonorm.typed import Count, Range, Record, Whole, why
-
-DTYPE = "<u2"  # of the token files
 
 # Text the tokenizer learns from. Measured on 2 cores, 10k tokens of mixed prose and code: 16 MiB take 1.8 s
 # and 215 MB, 32 MiB 3.2 s and 440 MB, 64 MiB 6.2 s and 745 MB. The smallest holds the whole of data/stdlib.
@@ -91,27 +90,41 @@ def batches(parts: Stream, limit: int = BATCH_BYTES) -> Iterator[list[Part]]:
         yield batch
 
 
-def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
-    """Tokenize a stream into an open binary file, with an end token after each document.
+def dtype_of(vocab_size: int) -> str:
+    """The type of the token files: uint16 where every id fits."""
+    return "<u2" if vocab_size <= MAX_VOCAB else "<u4"
 
-    Returns: {"tokens", "bytes", "documents"}; bytes are those of the text in UTF-8, without end tokens.
+
+def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
+    """Tokenize a stream into an open binary file, with an end token after each document, and a begin token
+    before it where the tokenizer has one.
+
+    Returns: {"tokens", "bytes", "documents"}; bytes are those of the text in UTF-8, without special tokens.
     Raises: BadInput if a document that is checked does not come back from its tokens.
     """
-    count, seen = {"tokens": 0, "bytes": 0, "documents": 0}, 0
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    count, seen, starts = {"tokens": 0, "bytes": 0, "documents": 0}, 0, True
     for batch in batches(parts):
         rows = tokenizer.encode_batch([text for text, _ in batch])
         for row, (text, ends) in zip(rows, batch, strict=True):
-            if seen % CHECK_EVERY == 0 and tokenizer.decode(row) != text:
+            if seen % CHECK_EVERY == 0 and not tokenizer.keeps(text, row):
                 which = f"document {count['documents']}, {text[:40]!r}..."
-                raise BadInput(f"{which}, does not decode to its own text; please report this")
+                lost = f"{which}, does not decode to its own text by {tokenizer.name}"
+                raise BadInput(f"{lost}; use a tokenizer that loses none")
             seen += 1
             count["bytes"] += len(text.encode())
+            if starts:
+                row[:0] = begin
             if ends:
                 row.append(tokenizer.eot_id)
                 count["documents"] += 1
-        tokens = np.fromiter(itertools.chain.from_iterable(rows), DTYPE)
+            starts = ends
+        tokens = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+        if tokens.max(initial=0) >= tokenizer.vocab_size:  # the narrower type would wrap it in silence
+            foreign = f"{tokenizer.name} gave token id {tokens.max()}"
+            raise BadInput(f"{foreign}, beyond its own vocabulary of {tokenizer.vocab_size}; use another")
         count["tokens"] += len(tokens)
-        file.write(tokens.tobytes())
+        file.write(tokens.astype(dtype_of(tokenizer.vocab_size)).tobytes())
     return count
 
 
@@ -133,18 +146,18 @@ class Manifest(Record):
     """meta.json, in the order of its keys: what the files beside it hold. A reader does without those that
     have a default."""
 
-    vocab_size: Annotated[int, Range(MIN_VOCAB + 1, MAX_VOCAB)]
-    tokenizer: Line  # file name of the SentencePiece model
+    vocab_size: Annotated[int, Range(2, 2**24)]
+    tokenizer: Line  # file name
     tokenizer_sha256: Line
     end_token: Line | None = None
     end_token_id: Whole | None = None
     train_tokens: Count
     val_tokens: Count
-    train_bytes: Count | None = None  # of the text in UTF-8, without end tokens
+    train_bytes: Count | None = None  # of the text in UTF-8, without special tokens
     val_bytes: Count
     train_documents: Whole | None = None
     val_documents: Whole | None = None
-    dtype: Literal[DTYPE] = DTYPE
+    dtype: Literal["<u2", "<u4"] = "<u2"  # of the token files
     source: Line  # what text this is
 
 
@@ -160,73 +173,104 @@ def corpora() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "data").glob("*/prepare.py"))
 
 
-def prepare_if_missing(folder: Path):
-    """Run the prepare.py of a corpus of this repository that has not been prepared yet. Raises: BadInput
-    for a folder that is not a corpus. Exits with status 2 if prepare.py fails, which has then said why."""
+def prepare_if_missing(folder: Path, tokenizer: str | None = None):
+    """Run the prepare.py of a corpus of this repository that has not been prepared yet, with `tokenizer` as
+    its --tokenizer. Raises: BadInput for a folder that is not a corpus. Exits with status 2 if prepare.py
+    fails, which has then said why."""
     if (folder / "meta.json").exists():
         return
     if folder not in [ROOT / "data" / name for name in corpora()]:
         ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
         raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}")
-    if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+    flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
+    if subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode:
         sys.exit(2)
 
 
-def prepare(
-    train: Callable[[], Stream], val: Callable[[], Stream], out_dir: Path, vocab_size: int, source: str
-) -> dict:
-    """Train a tokenizer on the training split and write both splits as tokens.
+def chosen_tokenizer(name: str | None, explicit: set[str]) -> Tokenizer | None:
+    """What the flag --tokenizer of a prepare.py names; `explicit` are the flags given. Raises: BadInput."""
+    if name is None:
+        return None
+    if "vocab_size" in explicit:
+        raise BadInput(f"{name} brings its own vocabulary; leave out --vocab_size or --tokenizer")
+    return open_tokenizer(name)
 
-    Args: train, val: each call starts the split's stream anew (the training split is read twice, the other
-    once); out_dir: an existing folder; source: for meta.json, what text this is.
+
+def prepare(
+    train: Callable[[], Stream],
+    val: Callable[[], Stream],
+    out_dir: Path,
+    vocab_size: int,
+    source: str,
+    tokenizer: Tokenizer | None = None,
+) -> dict:
+    """Write both splits as tokens of `tokenizer`, or of a new one of vocab_size ids, learned from the first.
+
+    Args: train, val: each call starts the split's stream anew (for a new tokenizer the training split is read
+    twice); out_dir: an existing folder; source: for meta.json, what text this is.
     Returns: what meta.json holds. It is written last: where it is, the corpus is whole.
     Raises: BadInput. Then a corpus that was there before is still there.
     """
-    check_vocab_size(vocab_size)
     if not source.isprintable():
         raise BadInput(f"meta.json cannot hold the source {source!a}; give the file a printable name")
-    texts, total = sample(progress(train(), "sample"))
-    if not total:
-        raise BadInput(f"the training split of {source} holds no text")
-    learning = sum(len(text.encode()) for text in texts)
-    print(f"tokenizer: learning {vocab_size:,} tokens from {learning:,} of {total:,} bytes", flush=True)
-    model = train_tokenizer(texts, vocab_size)
-    del texts
-    tokenizer = Tokenizer(model)
+    total = None
+    if tokenizer is None:
+        tokenizer, total = learn(train(), vocab_size, source)
 
     meta_file, train_bin, val_bin = out_dir / "meta.json", out_dir / "train.bin", out_dir / "val.bin"
     with atomic_write(val_bin) as val_file, atomic_write(train_bin) as train_file:
         of_train = write_tokens(tokenizer, progress(train(), "train", total), train_file)
+        refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, progress(val(), "val"), val_file)
-        if not of_val["bytes"]:
-            raise BadInput(f"the validation split of {source} holds no text")
+        refuse_empty("validation", of_val["bytes"], source)
+        stale = {"tokenizer.json", "tokenizer.model", *BESIDE} if meta_file.exists() else set()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
-    with atomic_write(out_dir / "tokenizer.model") as f:
-        f.write(model)
-    check_written(train_bin, of_train)
-    check_written(val_bin, of_val)
+    for name in stale - tokenizer.files.keys():  # the tokenizer before had these
+        (out_dir / name).unlink(missing_ok=True)
+    for name, content in tokenizer.files.items():
+        with atomic_write(out_dir / name) as f:
+            f.write(content)
+    dtype, model_name = dtype_of(tokenizer.vocab_size), next(iter(tokenizer.files))
+    check_written(train_bin, of_train, dtype)
+    check_written(val_bin, of_val, dtype)
 
     manifest = Manifest(
         vocab_size=tokenizer.vocab_size,
-        tokenizer="tokenizer.model",
+        tokenizer=model_name,
         tokenizer_sha256=tokenizer.sha256,
-        end_token=END,
+        end_token=tokenizer.end_token,
         end_token_id=tokenizer.eot_id,
         **{f"train_{unit}": n for unit, n in of_train.items()},
         **{f"val_{unit}": n for unit, n in of_val.items()},
-        dtype=DTYPE,
+        dtype=dtype,
         source=source,
     ).model_dump()
     with atomic_write(meta_file, "w") as f:
         f.write(json.dumps(manifest, indent=2) + "\n")
-    print(f"wrote train.bin, val.bin, tokenizer.model and meta.json to {out_dir}", flush=True)
+    print(f"wrote train.bin, val.bin, {model_name} and meta.json to {out_dir}", flush=True)
     return manifest
 
 
-def check_written(path: Path, count: dict[str, int]):
+def learn(train: Stream, vocab_size: int, source: str) -> tuple[Tokenizer, int]:
+    """Train a tokenizer. Returns: (it, bytes of the whole stream). Raises: BadInput."""
+    check_vocab_size(vocab_size)
+    texts, total = sample(progress(train, "sample"))
+    refuse_empty("training", total, source)
+    learning = sum(len(text.encode()) for text in texts)
+    print(f"tokenizer: learning {vocab_size:,} tokens from {learning:,} of {total:,} bytes", flush=True)
+    return SentencePiece(train_tokenizer(texts, vocab_size)), total
+
+
+def refuse_empty(split: str, n_bytes: int, source: str):
+    """Raises: BadInput for a split without text."""
+    if not n_bytes:
+        raise BadInput(f"the {split} split of {source} holds no text")
+
+
+def check_written(path: Path, count: dict[str, int], dtype: str):
     """Compare the size of a token file with what write_tokens counted, and print it. Raises: BadInput."""
     n_tokens, n_bytes, n_documents = count["tokens"], count["bytes"], count["documents"]
-    size, wanted = path.stat().st_size, n_tokens * np.dtype(DTYPE).itemsize
+    size, wanted = path.stat().st_size, n_tokens * np.dtype(dtype).itemsize
     if size != wanted:
         raise BadInput(f"{path} has {size:,} bytes, not the {wanted:,} written; is the disk sound?")
     print(
@@ -239,14 +283,15 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     """Open a prepared corpus and check it: each split is sound, and long enough for one window of block_size.
 
     Returns: (what meta.json holds and each split's sha256, train tokens, val tokens). The tokens are 1-D and
-    memory-mapped, int16 that hold uint16 ids: `& 0xFFFF` after widening. Raises: BadInput.
+    memory-mapped, int16 or int32 whose bits are those of the unsigned ids. Raises: BadInput.
     """
     meta_file = folder / "meta.json"
     try:
         meta = json_object(meta_file.read_bytes())
         manifest = Manifest.model_validate(meta)
-        train = open_split(folder / "train.bin", manifest.train_tokens, block_size, manifest.vocab_size)
-        val = open_split(folder / "val.bin", manifest.val_tokens, block_size, manifest.vocab_size)
+        kind = (block_size, manifest.vocab_size, manifest.dtype)
+        train = open_split(folder / "train.bin", manifest.train_tokens, *kind)
+        val = open_split(folder / "val.bin", manifest.val_tokens, *kind)
     except ValidationError as e:
         raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); prepare {folder} again") from None
     except (OSError, ValueError) as e:
@@ -259,19 +304,19 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     return meta, train, val
 
 
-def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int) -> np.ndarray:
-    """The (n_tokens,) uint16 ids of a token file, memory-mapped as int16.
+def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int, dtype: str) -> np.ndarray:
+    """The (n_tokens,) ids of a token file of "<u2" or "<u4", memory-mapped as signed integers of that size.
 
     Raises: BadInput; OSError or ValueError if the file cannot be mapped.
     """
     again = f"prepare {path.parent} again"
-    size = path.stat().st_size
-    if size != 2 * n_tokens:
-        raise BadInput(f"{path} has {size} bytes, meta.json says {2 * n_tokens}; {again}")
+    size, wanted = path.stat().st_size, n_tokens * np.dtype(dtype).itemsize
+    if size != wanted:
+        raise BadInput(f"{path} has {size} bytes, meta.json says {wanted}; {again}")
     if n_tokens <= block_size:
         raise BadInput(f"{path} has {n_tokens} tokens, too few for one window of block_size={block_size}")
-    tokens = np.memmap(path, dtype=DTYPE, mode="c")
+    tokens = np.memmap(path, dtype=dtype, mode="c")
     top = int(tokens.max())
     if top >= vocab_size:
         raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {vocab_size}; {again}")
-    return tokens.view("<i2")
+    return tokens.view(dtype.replace("u", "i"))  # torch lacks most of what it needs for unsigned ones

@@ -3,7 +3,8 @@
 A training batch is a function of (seed, step, index of the micro-batch over all ranks) and nothing else. So a
 resumed run sees what an uninterrupted one does, and no rank needs to ask another what to read.
 
-tokens: 1-D int16 tensor, memory-mapped or on the device, whose bits are the uint16 of a .bin file.
+tokens: 1-D int16 or int32 tensor, memory-mapped or on the device, whose bits are the unsigned ids of a .bin
+file.
 """
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 def windows(tokens, starts, length: int, device):
     """(inputs, targets), each (len(starts), length) int64, of the windows at `starts` (numpy int64)."""
     at = torch.from_numpy(starts).to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
-    ids = tokens[at].to(device, non_blocking=True).long() & 0xFFFF  # back to uint16
+    unsigned = (1 << 8 * tokens.element_size()) - 1
+    ids = tokens[at].to(device, non_blocking=True).long() & unsigned
     return ids[:, :-1], ids[:, 1:]
 
 

@@ -202,3 +202,20 @@ def is_plain(t) -> bool:
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return isinstance(t, torch.Tensor) and t.dtype in dtypes and t.is_cpu and t.layout == torch.strided
+
+
+def check_state(state: dict, wanted: dict, path):
+    """Raises: ModelError, naming the tensor, unless `state` is finite and shaped and named as `wanted`."""
+    import torch
+
+    for name in sorted(wanted.keys() | state.keys(), key=str):
+        if name not in state:
+            raise ModelError(f"{path} does not fit its config: tensor {name} is missing")
+        if name not in wanted:
+            raise ModelError(f"{path} does not fit its config: it has no place for tensor {name}")
+        got, want = tuple(state[name].shape), tuple(wanted[name].shape)
+        if got != want:
+            raise ModelError(f"{path} does not fit its config: {name} is {got}, not {want}")
+        pieces = state[name].flatten().split(1 << 24)  # the flags of a large tensor would take memory
+        if not all(torch.isfinite(piece).all() for piece in pieces):
+            raise ModelError(f"{path} is damaged: {name} holds values that are not finite")

@@ -138,8 +138,9 @@ def heads_padded_to() -> int:
 PAD_HEADS_TO = heads_padded_to()
 
 
-def attend(q, k, v, mask=None):
+def attend(q, k, v, mask=None, dropout: float = 0.0):
     """Attention, causal unless there is a mask (T, S). (B, H, T, C), k and v (B, K, S, C) -> (B, H, T, C).
+    dropout: of the attention's weights.
 
     The CPU's kernel is fastest in float32 for heads of up to 16 numbers, so without a mask they are cast,
     and in windows of 256 tokens and more padded to PAD_HEADS_TO.
@@ -154,7 +155,7 @@ def attend(q, k, v, mask=None):
     grouped = q.shape[1] != k.shape[1]
     with torch.autocast("cpu", enabled=False) if uncast else nullcontext():
         y = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=grouped, scale=C**-0.5
+            q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped, scale=C**-0.5
         )  # fmt: skip
     return y[..., :C].to(dtype)
 

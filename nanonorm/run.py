@@ -1,6 +1,7 @@
 """A run's folder: what it holds, how a run begins from it, and what is written there.
 
-    config.json  metrics.jsonl  tokenizer.model       what the run is, and its log
+    config.json  metrics.jsonl                        what the run is, and its log
+    tokenizer.model, or tokenizer.json and its kin     how it reads text
     ckpt.pt  ckpt.prev.pt                              everything to go on with; the one before
     unfused.pt  folded.pt, or model.pt                 the exports of a finished run
 
@@ -28,7 +29,11 @@ from nanonorm.typed import STRICT, Record, Whole, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
 EXPORTS = ("unfused.pt", "folded.pt", "model.pt")
-RUN_FILES = (*MARKS, "tokenizer.model", *EXPORTS)
+TOKENIZER_FILES = (
+    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+RUN_FILES = (*MARKS, *TOKENIZER_FILES, *EXPORTS)
 
 
 def model_file(path: str | Path) -> Path:
@@ -150,17 +155,20 @@ def fits_adamw(state: dict, p) -> bool:
 
 @dataclass
 class Beginning:
-    """How a run begins: settings, progress, and the file to go on from (None: new weights)."""
+    """How a run begins: settings, progress, and a file: the checkpoint `source` to go on from, or the weights
+    `given` to start from. Without a file the weights are new."""
 
     settings: Any
     file: dict | None = None
     source: Path | None = None
     progress: Progress = field(default_factory=lambda: Progress(run_id=uuid.uuid4().hex[:8]))
     ran_with: dict = field(default_factory=dict)  # the versions that wrote the file
+    given: Path | None = None
 
 
 def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning:
-    """How a run begins: from scratch, or with the checkpoint in its folder, which `held` then keeps locked.
+    """How a run begins: from scratch, with given weights, or with the checkpoint in its folder, which `held`
+    then keeps locked.
 
     Args: asked: settings with out_dir, init_from and the methods of config.Config; explicit: the knobs that
     were named. Raises: BadInput, also for a folder that holds another run.
@@ -173,10 +181,13 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
             f"nothing to resume: {newest} does not exist; start the run without --init_from=resume"
         )
     died_early = asked.init_from != "resume" and nothing_trained(out_dir, settings)
-    if asked.init_from == "scratch" or not there or died_early:
+    if asked.init_from not in ("resume", "auto") or not there or died_early:
         if not died_early:
             refuse_another_run(out_dir)
-        return Beginning(asked.resolve())
+        if asked.init_from in ("scratch", "auto"):
+            return Beginning(asked.resolve())
+        file, given = weights(asked.init_from)
+        return Beginning(asked.started_from(file, explicit, str(given)), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
         held.enter_context(hold_folder(out_dir))
     file, source, why_not = first_good(newest, previous, settings=settings)
@@ -185,6 +196,17 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
     run = asked.resumed(explicit, file["run"])
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)
+
+
+def weights(name: str) -> tuple[dict, Path]:
+    """(file, its path) of the weights to start from: a run's checkpoint, a model file, a Hugging Face folder
+    or a hub id. Raises: BadInput, ModelError."""
+    from nanonorm.hub import open_model  # here: it knows run folders, by this file
+
+    checkpoint = Path(name) / "ckpt.pt"
+    if checkpoint.exists():
+        return read_file(checkpoint), checkpoint
+    return open_model(name)
 
 
 def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:
@@ -275,15 +297,17 @@ class RunFolder:
                 ) from None
 
     @by_main_rank
-    def begin_log(self, header: dict, tokenizer: Path):
-        """Open the log, and write what goes with a run: its settings and its tokenizer. Raises: BadInput."""
+    def begin_log(self, header: dict, tokenizer: dict[str, bytes]):
+        """Open the log, and write what goes with a run: its settings and its tokenizer's files. Raises:
+        BadInput."""
         progress, settings = self.progress, asdict(self.settings)
         log = self.path / "metrics.jsonl"
         self.metrics = Writer(
             log, {"settings": settings, **header}, progress.iter, progress.logged, self.ran_with
         )
-        with atomic_write(self.path / "tokenizer.model") as f:
-            f.write(tokenizer.read_bytes())
+        for name, content in tokenizer.items():
+            with atomic_write(self.path / name) as f:
+                f.write(content)
         with atomic_write(self.path / "config.json", "w") as f:
             f.write(json.dumps(settings, indent=1) + "\n")
 

@@ -11,7 +11,7 @@ import warnings
 from functools import cache
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 # neither True nor "2" passes for an int; an int passes for a float
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -32,6 +32,7 @@ Count = Annotated[int, Range(1, HUGE)]
 Whole = Annotated[int, Range(0, HUGE)]
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
+Numbers = Annotated[tuple[Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
 class Record(BaseModel):

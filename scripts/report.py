@@ -266,7 +266,7 @@ def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
     except (BadInput, ModelError) as e:
         return str(e)
     count = max(1, min(tokens, len(val)) // length)
-    ids = val[: count * length].astype(np.int64) & 0xFFFF  # back to uint16
+    ids = val[: count * length].view(f"<u{val.itemsize}").astype(np.int64)  # back to unsigned
     idx = torch.from_numpy(ids).view(count, length)
     before, found = [], []  # the input of each block so far; three means a block
 

@@ -170,7 +170,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--n_layer=-3", "n_layer must be an int from 1"),
         ("--n_layer=None", "n_layer must be an int from 1"),
         ("--n_layer=", "n_layer must be an int from 1 to 4096, not ''"),
-        ("--vocab_size=70000", "vocab_size must be an int from 2 to 65536 or None, not '70000'"),
+        ("--vocab_size=20000000", "vocab_size must be an int from 2 to 16777216 or None, not '20000000'"),
         ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
         ("--tie_embeddings=true", "tie_embeddings must be True or False, not 'true'"),
         ("--compile=0", "compile must be True or False or None"),
@@ -207,6 +207,8 @@ def leaves(hint) -> set:
         return set().union(*(leaves(h) for h in get_args(hint)))
     if get_origin(hint) is Annotated:
         return leaves(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return {tuple}
     return {str} if get_origin(hint) is Literal else {hint}
 
 
@@ -214,8 +216,10 @@ def in_range(hint, value) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(in_range(h, value) for h in get_args(hint))
     if get_origin(hint) is Annotated:
-        base, (low, high) = get_args(hint)
-        return type(value) is base and low <= value <= high
+        base, limit = get_args(hint)
+        if get_origin(base) is tuple:
+            return type(value) is tuple and all(in_range(get_args(base)[0], v) for v in value)
+        return type(value) is base and limit.low <= value <= limit.high
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     return type(value) is hint

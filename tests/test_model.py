@@ -34,7 +34,6 @@ from model import (
     NORMS,
     Derf,
     DyT,
-    KVCache,
     LayerNorm,
     ModelConfig,
     RMSNorm,
@@ -42,11 +41,11 @@ from model import (
     TaperNorm,
     Transformer,
     fold,
-    sample_token,
     stream_scale,
 )
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT, read_file
+from nanonorm.generation import KVCache, sample_token
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, attend, head_loss, inverse_rms, swiglu
 from scripts.speed.peers import as_llama
 

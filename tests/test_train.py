@@ -464,7 +464,7 @@ def test_refused_run_folders(reference, corpus, tmp_path, capsys):
 
 
 def test_refused_samples(reference, tmp_path, capsys):
-    assert "no model file" in refused(capsys, tmp_path / "none.pt", program="sample.py")
+    assert "no such file" in refused(capsys, tmp_path / "none.pt", program="sample.py")
     assert "holds no run" in refused(capsys, tmp_path, program="sample.py")
     assert "temperature" in refused(capsys, reference, "--temperature=-1", program="sample.py")
     assert "name one" in refused(capsys, program="sample.py")

@@ -1,6 +1,7 @@
 """The Python standard library's own source as a corpus: real text that every machine has, no download.
 
     python data/stdlib/prepare.py [--vocab_size=2048] [--out_dir=PATH]
+    python data/stdlib/prepare.py --tokenizer=PATH
 
 A document is a file. About 5% of the files, chosen by a hash of their path, are the validation split. With
 CPython 3.11: 607 files, 10.7 MB; other versions differ a little, and meta.json names the version.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import prepare
+from data import chosen_tokenizer, prepare
 from data.tokenizer import check_vocab_size
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -33,6 +34,7 @@ MIN_BYTES = 1_000_000
 @dataclass
 class Knobs:
     vocab_size: Count = 2048  # token ids, 65536 at most
+    tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use; None: train one on the text
     out_dir: str | None = None  # folder to write; None: the folder of this file
 
 
@@ -61,10 +63,13 @@ def read_files(root: Path, paths: list[str]):
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage="python data/stdlib/prepare.py [--key=value ...]")
+    knobs, explicit, words = parse(
+        Knobs, sys.argv[1:], usage="python data/stdlib/prepare.py [--key=value ...]"
+    )
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
     check_vocab_size(knobs.vocab_size)
+    tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)
     root = Path(sysconfig.get_path("stdlib"))
     version = f"{platform.python_implementation()} {platform.python_version()}"
     paths = library_files(root)
@@ -83,6 +88,7 @@ def main():
             out_dir,
             knobs.vocab_size,
             f"the standard library of {version}, without tests and encodings",
+            tokenizer,
         )
 
 

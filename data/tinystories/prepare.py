@@ -1,7 +1,7 @@
 """TinyStories (Eldan and Li 2023, arXiv 2305.07759), or local text in its format, as a corpus.
 
     python data/tinystories/prepare.py [--vocab_size=10000] [--out_dir=PATH]
-    python data/tinystories/prepare.py --text=train.txt --val_text=valid.txt
+    python data/tinystories/prepare.py --text=train.txt --val_text=valid.txt [--tokenizer=PATH]
 
 The first reads roneneldan/TinyStories from the Hugging Face hub. The second reads UTF-8 files in which every
 story is followed by a line that holds only <|endoftext|>.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import prepare, progress
+from data import chosen_tokenizer, prepare, progress
 from data.tokenizer import END, check_vocab_size
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -35,6 +35,7 @@ class Knobs:
     text: str | None = None  # local file of training stories; None: the hub
     val_text: str | None = None  # local file of validation stories; goes with --text
     vocab_size: Count = 10_000  # token ids, 65536 at most
+    tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use; None: train one on the text
     out_dir: str | None = None  # folder to write; None: the folder of this file
 
 
@@ -116,7 +117,9 @@ def download(out_dir: Path, stream) -> tuple[Path, Path]:
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage="python data/tinystories/prepare.py [--key=value ...]")
+    knobs, explicit, words = parse(
+        Knobs, sys.argv[1:], usage="python data/tinystories/prepare.py [--key=value ...]"
+    )
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
     if (knobs.text is None) != (knobs.val_text is None):
@@ -125,6 +128,7 @@ def main():
     for path in (knobs.text, knobs.val_text):
         if path is not None and not os.path.isfile(path):
             raise BadInput(f"{path!r} is not a file; give UTF-8 text in which a line {END} ends every story")
+    tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)
 
     if knobs.text is None:
         revision, stream = hub_stories()
@@ -137,7 +141,8 @@ def main():
                 train, val = download(out_dir, stream)
             else:
                 train, val = knobs.text, knobs.val_text
-            prepare(lambda: stories(train), lambda: stories(val), out_dir, knobs.vocab_size, source)
+            splits = (lambda: stories(train), lambda: stories(val))
+            prepare(*splits, out_dir, knobs.vocab_size, source, tokenizer)
         finally:
             shutil.rmtree(out_dir / "download.tmp", ignore_errors=True)
 

@@ -1,0 +1,283 @@
+"""The architecture's other knobs, those of GPT-2, Llama, Qwen2 and Qwen3: every norm, form, cache and file
+works with each of them, nothing at 1 or 0."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VARIANTS, batch, one_line, randomize, scale_of_difference, tiny, tiny_config, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from model import (
+    FORMS,
+    ModelConfig,
+    Scale,
+    TaperNorm,
+    Transformer,
+    begun_from,
+    fold,
+    fold_error,
+)
+from nanonorm.errors import ModelError
+from nanonorm.generation import KVCache
+from nanonorm.rotary import rope_tables
+
+EXACT = 1e-12  # float64: rounding alone
+FAMILIES = {
+    "gpt2": {"positions": "learned", "mlp": "gelu", "bias": True},
+    "llama": {"n_kv_head": 2, "head_dim": 8, "hidden": 40, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
+    "qwen2": {"n_kv_head": 1, "qkv_bias": True},
+    "qwen3": {"n_kv_head": 2, "head_dim": 10, "qk_norm": True, "tie_embeddings": False},
+    "nanogpt": {"positions": "learned", "mlp": "gelu_erf", "hidden": 36},
+    "biased": {"bias": True, "qk_norm": True},
+}
+TAPERED_QK = {"qwen3-qk": {**FAMILIES["qwen3"], "taper_qk": True}}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def of(family: str, variant: str, **more) -> Transformer:
+    return tiny(variant, **{**FAMILIES, **TAPERED_QK}[family], **more)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# every norm in every family
+
+
+@given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99))
+def test_every_form_of_every_family_has_the_models_logits(family, variant, seed):
+    model, idx = of(family, variant, seed=seed), tokens(2, 16, seed=seed)
+    for form in ("unfused", "folded", "weightless"):
+        assert fold_error(model, form, idx, torch.float64) <= EXACT
+        with torch.no_grad():
+            assert scale_of_difference(FORMS[form](model)(idx), model.eval()(idx)) <= EXACT
+
+
+@every_family
+@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm-all", "coupled", "cbwc"])
+@pytest.mark.parametrize("form", ["trained", "folded"])
+def test_the_cache_gives_what_the_whole_window_gives(family, variant, form):
+    model, idx = FORMS[form](of(family, variant)).eval(), tokens(2, 16)
+    with torch.no_grad():
+        cache = KVCache(model, 2, 16)
+        pieces = [model(piece, cache=cache) for piece in idx.split([5, 1, 1, 9], 1)]
+        assert scale_of_difference(torch.cat(pieces, 1), model(idx)) <= EXACT
+
+
+@every_family
+@pytest.mark.parametrize("form", ["trained", "folded"])
+def test_a_file_gives_the_model_back(family, form, tmp_path):
+    model = FORMS[form](of(family, "layernorm-internal-aux" if form == "trained" else "layernorm-all")).eval()
+    path = tmp_path / "m.pt"
+    torch.save(model.to_file({"gate": 0.0, "phase": "scale"}), path)
+    again = Transformer.load(path)
+    assert again.config == model.config
+    with torch.no_grad():
+        assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
+
+
+@every_family
+@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm", "cbwc", "coupled", "rmsnorm-internal"])
+def test_a_step_trains_every_parameter(family, variant):
+    model = of(family, variant, phase="blend").float()
+    model(*batch()).total.backward()
+    assert {n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()} <= {"gate"}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "biased"])
+def test_cbwc_training_is_layernorm_training_with_biases_and_positions(family):
+    pair, losses = [], []
+    for norm in ("layernorm", "cbwc"):
+        torch.manual_seed(1)
+        pair.append(randomize(Transformer(tiny_config(norm, **FAMILIES[family])).double()))
+    for model in pair:
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for step in range(100):
+            loss = model(*batch(seed=step)).total
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        losses.append(torch.stack(seen))
+    assert (losses[0] - losses[1]).abs().max() <= 1e-9
+
+
+def test_the_coupled_fold_adds_biases_after_the_scaling():
+    model, idx = of("biased", "coupled"), tokens(2, 16)
+    wrong = fold(model)
+    for block in wrong.blocks:
+        block.mlp.gate_up.bias = torch.nn.Parameter(2 * block.mlp.gate_up.bias)  # it is shared with the model
+    with torch.no_grad():
+        assert scale_of_difference(fold(model)(idx), model.eval()(idx)) <= EXACT
+        assert scale_of_difference(wrong(idx), model(idx)) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tapered norms of queries and keys
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm-internal", "rmsnorm-all-aux", "layernorm-all"])
+@pytest.mark.parametrize("form", ["unfused", "folded", "weightless"])
+def test_tapered_qk_norms_fold_into_the_rows_of_qkv(variant, form):
+    model, idx = of("qwen3-qk", variant), tokens(2, 16)
+    changed = FORMS[form](model)
+    attn = changed.blocks[0].attn
+    assert isinstance(attn.norm_q, Scale) if form == "unfused" else attn.norm_q is attn.norm_k is None
+    with torch.no_grad():
+        assert scale_of_difference(changed(idx), model.eval()(idx)) <= EXACT
+        assert scale_of_difference(fold(changed)(idx), model(idx)) <= EXACT
+
+
+def test_qk_norms_taper_only_when_they_are_told_to():
+    for taper_qk, count in ((False, 4), (True, 8)):
+        model = tiny("rmsnorm-internal", qk_norm=True, taper_qk=taper_qk)
+        assert sum(isinstance(m, TaperNorm) for m in model.modules()) == len(model.taper_norms()) == count
+
+
+def test_a_qk_norm_is_calibrated_by_its_own_heads():
+    """c is the least-squares fit over all heads of all tokens."""
+    model = tiny("rmsnorm-internal", phase="norm", qk_norm=True, taper_qk=True, n_kv_head=2)
+    norm, seen = model.blocks[1].attn.norm_q, []
+    norm.register_forward_hook(lambda m, args, out: seen.append((args[0].detach(), out.detach())))
+    model(*batch())
+    model.update_statistics()
+    h, y = seen[0]
+    fit = torch.linalg.lstsq((h * norm.weight.detach()).reshape(-1, 1), y.reshape(-1, 1)).solution
+    # lstsq weighs every component alike, as num and den do
+    assert norm.c_now().item() == pytest.approx(fit.item(), rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# positions, shapes, flops
+
+
+def test_llama3_scaling_keeps_fast_rotations_and_slows_slow_ones():
+    plain = ModelConfig(n_embd=64, n_head=1, block_size=4096, rope_base=500000.0)
+    scaled = replace(plain, rope_scaling=(32.0, 1.0, 4.0, 512.0))
+    tables = [rope_tables(c, "cpu") for c in (plain, scaled)]
+    angles = [torch.atan2(sin[1, 0, 32:], cos[1, 0, 32:]) for cos, sin in tables]
+    turns = 512 * angles[0] / (2 * math.pi)  # in the original length
+    ratio = angles[1] / angles[0]
+    assert torch.allclose(ratio[turns > 4], torch.tensor(1.0))
+    assert torch.allclose(ratio[turns < 1], torch.tensor(1 / 32))
+    between = ratio[(turns > 1) & (turns < 4)]
+    assert len(between) and ((between > 1 / 32) & (between < 1)).all()
+
+
+def test_frequencies_are_rounded_as_one_over_the_power():
+    c = ModelConfig(n_embd=128, n_head=1)
+    wanted = 1.0 / 10000.0 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
+    assert torch.equal(rope_tables(c, "cpu")[1, 1, 0, 64:], wanted.sin())
+
+
+def test_positions_are_looked_up_and_so_cost_no_flops():
+    rope, learned = (Transformer(tiny_config(positions=p)).flops_per_token() for p in ("rope", "learned"))
+    assert rope == learned
+
+
+def test_a_window_that_is_full_drops_to_its_newer_half_with_learned_positions_too():
+    model = of("gpt2", "layernorm", std=0.6).eval()
+    prompt = tokens(2, 12)
+    cached, plain = (model.generate(prompt, 20, temperature=0, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"n_embd": 30, "n_head": 4}, "or head_dim be given"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+        ({"positions": "learned", "rope_base": 5e5}, "need positions=rope"),
+        ({"positions": "learned", "rope_scaling": (8.0, 1.0, 4.0, 64.0)}, "need positions=rope"),
+        ({"rope_scaling": (8.0, 1.0, 4.0)}, "must be four numbers"),
+        ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "high must be above low"),
+        ({"bias": True, "qkv_bias": True}, "leave qkv_bias out"),
+        ({"taper_qk": True, "qk_norm": True}, "taper=internal or all"),
+        ({"taper_qk": True, "taper": "all"}, "needs qk_norm=True"),
+    ],
+)
+def test_nonsense_is_refused(knobs, said):
+    with pytest.raises(ModelError) as error:
+        ModelConfig(**knobs)
+    assert said in one_line(error)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# dropout
+
+
+def test_dropout_is_off_in_evaluation_and_in_all_three_places():
+    model, idx = of("gpt2", "layernorm", dtype=torch.float32, dropout=0.5), tokens(2, 16)
+    plain = Transformer(replace(model.config, dropout=0.0))
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(idx), plain.eval()(idx))
+    x = model.train().embed(idx, slice(16))
+    assert 0.3 < (x == 0).float().mean() < 0.7
+    wrote = model.blocks[0].drop(torch.ones(1000))
+    assert set(wrote.unique().tolist()) == {0.0, 2.0}
+    weighted = [model.blocks[0].attn(torch.ones(2, 16, 24), None) for _ in range(2)]
+    assert not torch.equal(*weighted)
+
+
+def test_gradients_are_the_same_under_checkpointing():
+    grads = []
+    for checkpointed in (False, True):
+        model = of("gpt2", "layernorm-internal-aux", phase="blend", dropout=0.3)
+        for block in model.blocks if checkpointed else ():
+            forward = block.forward
+            block.forward = lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False)
+        torch.manual_seed(5)
+        model(*batch()).total.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# begun from given weights
+
+
+def file_of(model: Transformer) -> dict:
+    return model.to_file({"gate": 1.0, "phase": "norm"})
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "knobs"),
+    [
+        ("gpt2", "layernorm", {"taper": "all", "aux_weight": 0.1}),
+        ("gpt2", "layernorm", {"norm": "cbwc"}),
+        ("qwen3", "rmsnorm", {"taper": "all", "taper_qk": True}),
+        ("llama", "rmsnorm", {"taper": "internal"}),
+        ("llama", "rmsnorm-internal", {"taper": "none"}),
+    ],
+)
+def test_what_keeps_the_function_keeps_it(family, variant, knobs):
+    before = of(family, variant, phase="norm")
+    after = begun_from(file_of(before), replace(before.config, **knobs), "file").train()
+    x, y = batch()
+    assert torch.equal(after(x, y).ce, before(x, y).ce) or abs(after(x, y).ce - before(x, y).ce) < 1e-12
+
+
+def test_a_shorter_context_takes_the_first_positions():
+    before = of("gpt2", "layernorm", phase="norm")
+    after = begun_from(file_of(before), replace(before.config, block_size=8), "file")
+    with torch.no_grad():
+        assert torch.equal(after(tokens(2, 8)), before.eval()(tokens(2, 8)))
+    assert after.pos_emb.weight.shape == (8, 24)
+
+
+def test_loading_assigns_the_files_tensors():
+    file = file_of(of("llama", "rmsnorm", phase="norm"))
+    model = Transformer.from_file(file)
+    assert all(p.data_ptr() == file["state"][n].data_ptr() for n, p in model.named_parameters())
+
+
+def test_a_fold_shares_what_it_does_not_change():
+    model = of("gpt2", "layernorm-all")
+    folded = fold(model)
+    ours, theirs = dict(folded.named_parameters()), dict(model.named_parameters())
+    same = {n for n in ours if n in theirs and ours[n].data_ptr() == theirs[n].data_ptr()}
+    changed = {n for n in ours if "qkv" in n or "mlp.up" in n or "lm_head" in n}
+    assert same == ours.keys() - changed and len(changed) == 10

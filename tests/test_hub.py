@@ -1,0 +1,657 @@
+"""Hugging Face folders: the same logits as transformers, there and back to the bit, and one line for what our
+model cannot be. The models are made by transformers itself, with nothing at 1 or 0. No network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import one_line, scale_of_difference, tiny, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from model import KVCache, Transformer
+from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.files import ROOT, write_file
+from nanonorm.hub import FAMILIES, find, is_pretrained, open_model, read_pretrained, write_pretrained
+
+VOCAB = 61
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SIZES = {
+    "GPT2LMHeadModel": {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4},
+    "LlamaForCausalLM": {
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+SIZES["Qwen2ForCausalLM"] = SIZES["LlamaForCausalLM"]
+SIZES["Qwen3ForCausalLM"] = SIZES["LlamaForCausalLM"] | {"head_dim": 8}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+# float64: both compute the same, in another order; float32: a few hundred roundings
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_norms():
+    """transformers computes statistics in float32 whatever the type: 1e-5 of the logits in float64."""
+
+    def forward(self, x):
+        power = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(power + self.variance_epsilon)).to(x.dtype)
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    with pytest.MonkeyPatch.context() as patch:
+        for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+            patch.setattr(norm, "forward", forward)
+        yield
+
+
+def made(name: str, dtype=torch.float64, seed: int = 0, **config):
+    """A model of transformers' own with random values: gains near 1, a few of them negative; matrices large
+    enough that each layer counts."""
+    kind = getattr(transformers, name)
+    config = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": [2, 3], **SIZES[name], **config}
+    model = kind(kind.config_class(**config, attn_implementation="sdpa")).to(dtype).eval()
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            is_gain = p.dim() == 1 and key.endswith("weight")
+            mean, std = (1.0, 0.5) if is_gain else (0.02, 0.25)
+            p.copy_(mean + std * torch.randn(p.shape, generator=rng, dtype=torch.float64))
+    return model
+
+
+def saved(folder: Path, name: str, **config):
+    """Folder of a made model."""
+    made(name, **config).save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, **keys):
+    """Set keys of a folder's config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+def change_tensors(folder: Path, edit):
+    """Rewrite model.safetensors with edit(tensors)."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(edit(tensors), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def all_tensors(folder: Path) -> dict:
+    return {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
+
+
+def assert_same_tensors(a: dict, b: dict):
+    assert a.keys() == b.keys()
+    assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@torch.no_grad()
+def assert_same_logits(folder: Path, theirs, length: int, tolerance: float):
+    ours = Transformer.from_file(read_pretrained(folder), folder)
+    idx = tokens(2, length, vocab=VOCAB)
+    assert scale_of_difference(ours(idx), theirs(idx).logits) < tolerance
+    return ours
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the same function
+
+
+@st.composite
+def checkpoints(draw):
+    """(class, its config, type of its weights)."""
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    heads, kv = draw(st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2), (6, 3)]))
+    width = heads * draw(st.sampled_from([4, 6, 10]))
+    dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
+    eps = draw(st.sampled_from([1e-6, 1e-5, 0.1]))
+    layers, tied = draw(st.integers(1, 3)), draw(st.booleans())
+    if name == "GPT2LMHeadModel":
+        config = {"n_layer": layers, "n_head": heads, "n_embd": width, "layer_norm_epsilon": eps}
+        config["n_inner"] = draw(st.sampled_from([None, 20]))
+        config["activation_function"] = draw(st.sampled_from(["gelu_new", "gelu_pytorch_tanh", "gelu"]))
+        rates = draw(st.sampled_from([0.0, 0.1]))
+        config |= {"attn_pdrop": rates, "embd_pdrop": rates, "resid_pdrop": rates}
+    else:
+        config = {
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+            "hidden_size": width, "intermediate_size": draw(st.sampled_from([16, 30])), "rms_norm_eps": eps,
+            "head_dim": draw(st.sampled_from([4, 8, 14])),
+            "rope_parameters": draw(st.sampled_from([LLAMA3, {"rope_type": "default", "rope_theta": 500.0}])),
+        }  # fmt: skip
+    if name == "LlamaForCausalLM":
+        biased = draw(st.booleans())
+        config |= {"attention_bias": biased, "mlp_bias": biased}
+    return name, config | {"tie_word_embeddings": tied}, dtype
+
+
+@given(checkpoints(), st.integers(1, 40), st.integers(0, 99), st.sampled_from(["1MB", "5KB"]))
+@settings(max_examples=25)
+def test_a_checkpoint_is_a_setting_of_our_model(checkpoint, length, seed, shard):
+    """Its logits are transformers' own, and the way back has every bit, whole or in shards."""
+    name, config, dtype = checkpoint
+    theirs = made(name, dtype, seed, **config)
+    with tempfile.TemporaryDirectory() as tmp:
+        first, second = Path(tmp) / "first", Path(tmp) / "second"
+        theirs.save_pretrained(first, max_shard_size=shard)
+        assert (first / "model.safetensors").exists() == (shard == "1MB")
+        assert_same_logits(first, theirs, length, TOLERANCE[dtype])
+        write_pretrained(read_pretrained(first), second)
+        assert_same_tensors(all_tensors(first), all_tensors(second))
+        again = type(theirs).from_pretrained(second)
+        assert again.dtype == dtype
+        before, after = theirs.config.to_dict(), again.config.to_dict()
+        differ = {k for k in before if before[k] != after.get(k)}
+        assert differ <= {"n_inner", "_name_or_path", "activation_function"}, differ
+        assert_same_tensors(theirs.state_dict(), again.state_dict())
+
+
+@every_family
+def test_decoding_with_a_cache_is_recomputation(name, tmp_path):
+    theirs = made(name)
+    theirs.save_pretrained(tmp_path)
+    model = Transformer.from_file(read_pretrained(tmp_path), tmp_path)
+    idx = tokens(2, 30, vocab=VOCAB)
+    with torch.no_grad():
+        cache = KVCache(model, 2, 30)
+        steps = [model(idx[:, :7], cache=cache)] + [
+            model(idx[:, t : t + 1], cache=cache) for t in range(7, 30)
+        ]
+        assert scale_of_difference(torch.cat(steps, 1), model(idx)) < 1e-12
+        greedy = model.generate(idx, 20, temperature=0)
+        assert torch.equal(greedy, model.generate(idx, 20, temperature=0, use_cache=False))
+        mask = torch.ones_like(idx)
+        wanted = theirs.generate(
+            idx, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=VOCAB
+        )
+    assert torch.equal(greedy, wanted)
+
+
+@pytest.mark.slow
+@every_family
+def test_two_thousand_tokens(name, tmp_path):
+    """Angles are float32 in both: a unit in the last place of a frequency shows at such positions."""
+    key = "n_positions" if name == "GPT2LMHeadModel" else "max_position_embeddings"
+    scaling = {} if name == "GPT2LMHeadModel" else {"rope_parameters": LLAMA3}
+    for more in ({}, scaling):
+        theirs = made(name, **{key: 2048}, **more)
+        theirs.save_pretrained(tmp_path)
+        assert_same_logits(tmp_path, theirs, 2000, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize(
+    "name, key", [("GPT2LMHeadModel", "layer_norm_epsilon"), ("LlamaForCausalLM", "rms_norm_eps")]
+)
+@pytest.mark.parametrize("eps", [1e12, 2.0**60])
+def test_a_norm_made_a_scaling_by_its_eps(name, key, eps, tmp_path):
+    """FakeLN publishes GPT-2 so, and our own stock exports are so."""
+    theirs = made(name, **{key: eps})
+    with torch.no_grad():
+        for n, p in theirs.named_parameters():
+            if p.dim() == 1 and n.endswith("weight"):
+                p.mul_(eps**0.5)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(tmp_path, theirs, 20, TOLERANCE[torch.float64])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# how folders of other ages look
+
+
+def test_gpt2_as_the_hub_has_it(tmp_path):
+    """Without the prefix, with the masks, and with what its config.json says and we need not know."""
+    theirs = made("GPT2LMHeadModel")
+    theirs.save_pretrained(tmp_path)
+
+    def edit(tensors):
+        bare = {k.removeprefix("transformer."): t for k, t in tensors.items()}
+        masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)}
+        return bare | masks | {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+
+    change_tensors(tmp_path, edit)
+    change(tmp_path, n_ctx=64, task_specific_params={"text-generation": {"do_sample": True}}, dtype=None)
+    assert_same_logits(tmp_path, theirs, 30, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_llama_as_the_hub_has_it(kind, tmp_path):
+    """Rotary settings on the top level, the frequencies in the file, defaults left out."""
+    theirs = made("LlamaForCausalLM", rope_parameters=LLAMA3, rms_norm_eps=1e-6)
+    theirs.save_pretrained(tmp_path)
+    scaling = {kind if k == "rope_type" else k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    change(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling, rms_norm_eps=None)
+    change(tmp_path, architectures=None, dtype=None, torch_dtype="float64", pretraining_tp=2)
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    change_tensors(tmp_path, lambda tensors: tensors | frequencies)
+    assert_same_logits(tmp_path, theirs, 60, TOLERANCE[torch.float64])
+
+
+@every_family
+def test_what_config_json_leaves_out_is_the_classes_default(name):
+    """As transformers itself fills it in."""
+    config = getattr(transformers, name).config_class()
+    ours = {n: f.get_default() for n, f in FAMILIES[name].model_fields.items()}
+    theirs = {n: f.alias or n for n, f in FAMILIES[name].model_fields.items()}
+    for n in ours.keys() - {"rope_base", "rope_scaling", "rope_type", "partial_rotary_factor"}:
+        wanted = getattr(config, theirs[n], ours[n])
+        derived = n in ("n_kv_head", "head_dim", "layer_types") and ours[n] is None
+        assert ours[n] == wanted or derived, n
+
+
+def test_a_head_that_is_tied_and_stored(tmp_path):
+    saved(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": embedding.clone()})
+    assert "lm_head.weight" not in read_pretrained(tmp_path)["state"]
+    change_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": embedding + 1e-9})
+    with pytest.raises(ModelError) as e:
+        read_pretrained(tmp_path)
+    assert "tie_word_embeddings=True, but lm_head.weight is not model.embed_tokens.weight" in one_line(e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_type(dtype, tmp_path):
+    saved(tmp_path, "Qwen3ForCausalLM", dtype=torch.float32)
+    exact = read_pretrained(tmp_path)["state"]
+    state = read_pretrained(tmp_path, dtype)["state"]
+    assert_same_tensors(state, {n: t.to(dtype) for n, t in exact.items()})
+    save_file({n: t.to(dtype) for n, t in all_tensors(tmp_path).items()}, tmp_path / "model.safetensors")
+    assert_same_tensors(state, read_pretrained(tmp_path)["state"])  # the file's own
+
+
+def test_mixed_types_become_the_widest(tmp_path):
+    saved(tmp_path, "LlamaForCausalLM", dtype=torch.float32)
+
+    def edit(tensors):
+        return {n: t if t.dim() == 1 else t.bfloat16() for n, t in tensors.items()}
+
+    change_tensors(tmp_path, edit)
+    assert {t.dtype for t in read_pretrained(tmp_path)["state"].values()} == {torch.float32}
+
+
+def test_tensors_outlive_their_file(tmp_path):
+    saved(tmp_path, "LlamaForCausalLM")
+    state = read_pretrained(tmp_path)["state"]
+    before = {n: t.clone() for n, t in state.items()}
+    (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
+    assert_same_tensors(state, before)
+    storages = {t.untyped_storage().data_ptr() for t in state.values()}
+    assert len(storages) == len(state) and all(t.is_contiguous() for t in state.values())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what it is called
+
+
+@pytest.mark.parametrize(
+    "readme, said",
+    [
+        (None, None),
+        ("# No front matter\nlicense: mit\n", None),
+        ("---\nlanguage: en\nlicense: apache-2.0\ntags: [a]\n---\n# Title\n", "apache-2.0"),
+        ('---\nlicense: "llama3.2"\n---\n', "llama3.2"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+    ],
+)
+def test_the_base_is_named_with_its_licence(readme, said, tmp_path):
+    folder = saved(tmp_path / "small-llama", "LlamaForCausalLM")
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    base = {"name": "small-llama", "architecture": "LlamaForCausalLM", "license": said}
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
+    meta = read_pretrained(folder)["meta"]
+    assert meta == {"base": base | ids}
+    cached = tmp_path / "models--someone--small-llama/snapshots/0123abc"
+    shutil.copytree(folder, cached)
+    assert read_pretrained(cached)["meta"]["base"]["name"] == "someone/small-llama"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# refused, in one line that names it
+
+GPT2, LLAMA, QWEN2, QWEN3 = FAMILIES
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "name, keys, said",
+    [
+        (GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False"),
+        (GPT2, {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention=True"),
+        (GPT2, {"attn_pdrop": 0.0}, "attn_pdrop=0.0 and resid_pdrop=0.1; one setting, dropout, is both"),
+        (GPT2, {"n_head": "4"}, "n_head='4'"),
+        (GPT2, {"n_embd": 0}, "n_embd=0"),
+        (GPT2, {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon=-1.0"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (LLAMA, {"attention_bias": True}, "mlp_bias=False; one setting, bias, is both"),
+        (LLAMA, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        (LLAMA, {"rope_parameters": YARN}, "rope_type='yarn'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        (LLAMA, {"rope_parameters": {"full_attention": YARN}}, "rope_parameters by layer"),
+        (LLAMA, {"rope_scaling": [1, 2]}, "rope_parameters by layer"),
+        (LLAMA, {"rope_parameters": LLAMA3 | {"factor": None}}, "rope_scaling.0=None"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "layer_types.0='sliding_attention'"),
+        (QWEN3, {"attention_bias": True}, "attention_bias=True"),
+        (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM'"),
+        (LLAMA, {"architectures": [3]}, "architecture '3'"),
+        (LLAMA, {"architectures": None, "model_type": "mamba"}, "architecture 'None'"),
+        (LLAMA, {"num_hidden_layers": 10**6}, "1000000 layers, the files hold 21 tensors"),
+        (LLAMA, {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        (LLAMA, {"num_hidden_layers": 1}, "holds a tensor model.layers.1.input_layernorm.weight"),
+        (LLAMA, {"vocab_size": 2**23}, "model.embed_tokens.weight is (61, 24), not (8388608, 24)"),
+        (LLAMA, {"head_dim": 8}, "q_proj.weight is (24, 24), not (32, 24)"),
+        (GPT2, {"n_positions": 65}, "transformer.wpe.weight is (64, 24), not (65, 24)"),
+        (QWEN2, {"architectures": [LLAMA]}, "holds a tensor model.layers.0.self_attn.k_proj.bias"),
+        (QWEN3, {"architectures": [QWEN2]}, "holds a tensor model.layers.0.self_attn.k_norm.weight"),
+    ],
+)  # fmt: skip
+def test_what_no_setting_holds(name, keys, said, tmp_path):
+    with pytest.raises(ModelError) as e:
+        read_pretrained(change(saved(tmp_path, name), **keys))
+    assert said in one_line(e) and str(tmp_path) in str(e.value)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def in_shards(folder: Path) -> Path:
+    made(LLAMA).save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def cut(path: Path, size: int):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def drop(folder: Path):
+    change_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if "norm" not in n})
+
+
+def cast(to):
+    def damage(folder: Path):
+        change_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(24).to(to)})
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda f: cut(f / "model.safetensors", -8), "model.safetensors is damaged or cut short"),
+        (lambda f: cut(f / "model.safetensors", 0), "model.safetensors is damaged or cut short"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+        (lambda f: cut(f / "config.json", 40), "config.json is damaged"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: not a JSON object"),
+        (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+        (drop, "tensor model.layers.0.input_layernorm.weight is missing"),
+        (cast(torch.int8), "model.norm.weight is of type I8"),
+        (cast(torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
+    ],
+)
+def test_a_damaged_folder(damage, said, tmp_path):
+    damage(saved(tmp_path, LLAMA))
+    with pytest.raises(ModelError) as e:
+        read_pretrained(tmp_path)
+    assert said in one_line(e) and str(tmp_path) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda f: cut(min(f.glob("*.safetensors")), -3), "is damaged or cut short"),
+        (lambda f: min(f.glob("*.safetensors")).unlink(), "-00001-of-"),
+        (lambda f: cut(f / INDEX, 99), "index.json is damaged"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "must name files beside it"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'), "must name files beside it"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": [1]}}'), "index.json is damaged"),
+    ],
+)
+def test_a_damaged_shard(damage, said, tmp_path):
+    damage(in_shards(tmp_path))
+    with pytest.raises(BadFile) as e:
+        read_pretrained(tmp_path)
+    assert said in one_line(e)
+
+
+def test_a_pickle_is_refused_with_the_remedy(tmp_path):
+    saved(tmp_path, LLAMA)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    read_pretrained(tmp_path)  # beside the other it is not looked at
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BadFile) as e:
+        open_model(tmp_path)
+    assert "pytorch_model.bin is a pickle" in one_line(e) and "save_pretrained" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "variant, more, said",
+    [
+        ("coupled", {}, "norm=coupled"),
+        ("cbwc", {}, "norm=cbwc"),
+        ("dyt", {}, "norm=dyt"),
+        ("rmsnorm-internal", {}, "taper=internal"),
+        ("layernorm", {}, "norm=layernorm"),
+        ("layernorm", {"positions": "learned", "mlp": "gelu"}, "bias=False"),
+        ("rmsnorm", {"mlp": "gelu"}, "mlp=gelu"),
+        ("rmsnorm", {"qk_norm": True, "bias": True}, "qk_norm=True"),
+        ("rmsnorm", {"n_head": 5, "head_dim": 4}, "n_embd=24"),
+        ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "n_kv_head": 2}, "n_kv_head=2"),
+        ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "head_dim": 4}, "head_dim=4"),
+    ],
+)
+def test_what_no_stock_class_holds(variant, more, said, tmp_path):
+    file = tiny(variant, **more).to_file({})
+    with pytest.raises(ModelError) as e:
+        write_pretrained(file, tmp_path / "out")
+    assert said in one_line(e) and "no stock class" in str(e.value) and not (tmp_path / "out").exists()
+
+
+def test_a_model_of_our_own_goes_out(tmp_path):
+    """Llama from scratch, with the scale anchor's averages beside it."""
+    model = tiny("rmsnorm", aux_weight=0.1, n_kv_head=2).eval()
+    write_pretrained(model.to_file({}), tmp_path)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    idx = tokens(2, 16)
+    with torch.no_grad():
+        assert scale_of_difference(model(idx), theirs(idx).logits) < TOLERANCE[torch.float64]
+    assert theirs.config.eos_token_id is None
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_head_with_a_bias_does_not_go_out(tmp_path):
+    file = tiny("rmsnorm", tie_embeddings=False).to_file({})
+    file["state"]["lm_head.bias"] = torch.zeros(61)
+    with pytest.raises(ModelError) as e:
+        write_pretrained(file, tmp_path / "out")
+    assert "LlamaForCausalLM has no place for lm_head.bias" in one_line(e)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput) as e:
+        write_pretrained(tiny("rmsnorm").to_file({}), tmp_path / "file/out")
+    assert "cannot write" in one_line(e)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the front door
+
+
+def test_open_model_tells_folders_apart(tmp_path):
+    pretrained, run = saved(tmp_path / "llama", LLAMA, dtype=torch.float32), tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"max_iters": 60, "out_dir": "run"}))
+    write_file(tiny("rmsnorm").to_file({}), run / "model.pt")
+    assert is_pretrained(pretrained) and not is_pretrained(run) and not is_pretrained(run / "model.pt")
+    for name, path in (
+        (pretrained, pretrained),
+        (run, run / "model.pt"),
+        (run / "model.pt", run / "model.pt"),
+    ):
+        file, where = open_model(str(name), torch.bfloat16)
+        assert where == path and {t.dtype for t in file["state"].values()} == {torch.bfloat16}
+        Transformer.from_file(file, where)
+    assert open_model(pretrained)[0]["state"]["tok_emb.weight"].dtype == torch.float32
+    cut(pretrained / "config.json", 40)
+    with pytest.raises(BadFile) as e:
+        open_model(pretrained)
+    assert "config.json is damaged" in one_line(e)
+    with pytest.raises(BadInput, match="holds no run"):
+        open_model(tmp_path)
+
+
+def stand_in(monkeypatch, **functions):
+    """A huggingface_hub of which nothing is left but these."""
+    hub = types.ModuleType("huggingface_hub")
+    hub.HfApi = lambda: types.SimpleNamespace(model_info=functions["model_info"])
+    hub.snapshot_download = functions["snapshot_download"]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+
+
+def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "models--a--b/snapshots/01", LLAMA)
+    asked = []
+
+    def snapshot_download(name, allow_patterns, local_files_only=False):
+        asked.append((name, local_files_only))
+        assert not [pattern for pattern in allow_patterns if "bin" in pattern or pattern[0] == "*"]
+        return str(folder)
+
+    stand_in(monkeypatch, model_info=lambda name, timeout: None, snapshot_download=snapshot_download)
+    file, path = open_model("a/b")
+    assert path == folder and file["meta"]["base"]["name"] == "a/b" and asked == [("a/b", False)]
+
+    def unreachable(name, timeout):
+        raise ConnectionError("no route")
+
+    stand_in(monkeypatch, model_info=unreachable, snapshot_download=snapshot_download)
+    assert find("a/b") == folder and asked[1:] == [("a/b", True)]  # what an earlier call fetched
+
+
+def test_a_name_that_nothing_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("out/demo/model.pt", "/nowhere/at/all", "a/b/c", "../x", ""):
+        with pytest.raises(BadInput) as e:
+            find(name)
+        assert one_line(e).startswith("no such file or folder")
+
+    def gone(*args, **more):
+        raise OSError("404 Client Error.\nRepository Not Found")
+
+    stand_in(monkeypatch, model_info=gone, snapshot_download=gone)
+    with pytest.raises(BadInput) as e:
+        find("out/dmo")
+    assert "no such file or folder: out/dmo" in one_line(e) and "OSError: 404 Client Error." in str(e.value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(BadInput) as e:
+        find("gpt2")
+    assert "pip install huggingface_hub" in one_line(e)
+
+
+def python(code: str, *argv, **env) -> subprocess.CompletedProcess:
+    """Run code in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_without_the_hub_one_line_names_the_way_out(tmp_path):
+    """With the real client, and nothing at the other end."""
+    code = """
+import sys
+from nanonorm.errors import one_line_errors
+from nanonorm.hub import open_model
+with one_line_errors():
+    open_model("gpt2")
+"""
+    result = python(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert (
+        "no such file or folder: gpt2" in result.stderr
+        and "hf download gpt2 --local-dir=DIR" in result.stderr
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# memory
+
+MEASURE = """
+import sys, threading, time
+import torch
+import safetensors
+from nanonorm.hub import read_pretrained
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while not done:
+        seen.append(anonymous())
+        time.sleep(0.001)
+
+folder, dtype = sys.argv[1:]
+dtype = None if dtype == "None" else getattr(torch, dtype)
+torch.ones(8, 8).bfloat16().float().t().contiguous()
+done, before, seen = [], anonymous(), []
+thread = threading.Thread(target=watch)
+thread.start()
+state = read_pretrained(folder, dtype)["state"]
+done.append(True)
+thread.join()
+weights = sum(t.nbytes for t in state.values())
+assert len(seen) > 10, len(seen)
+print(weights, max(*seen, anonymous()) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measured by /proc")
+@pytest.mark.parametrize(
+    "name, stored, read",
+    [
+        (GPT2, "float32", "None"),
+        (LLAMA, "bfloat16", "None"),
+        pytest.param(LLAMA, "float32", "None", marks=pytest.mark.slow),
+        pytest.param(GPT2, "float32", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_reading_takes_the_weights_and_no_more(name, stored, read, tmp_path):
+    """Peak of anonymous memory, at most 1.1 times the weights: 16 M of them, in shards."""
+    sizes = {"n_embd": 512, "n_layer": 4, "n_head": 8}
+    if name == LLAMA:
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(vocab_size=4000, **sizes)).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    result = python(MEASURE, tmp_path, read)
+    assert result.returncode == 0, result.stderr
+    weights, peak = map(int, result.stdout.split())
+    assert weights > 25e6 and 0.9 * weights < peak <= 1.1 * weights, (weights, peak)

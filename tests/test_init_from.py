@@ -1,0 +1,224 @@
+"""Training from given weights, a run's or a Hugging Face folder's of every family; and dropout."""
+
+import json
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize
+from running import assert_same, final, flags, launch, metrics, refused, train
+from test_hub import made
+from test_tokenizer import byte_level
+
+import data
+from data.tokenizer import load_tokenizer
+from model import ModelConfig, Transformer, fold
+
+CORPUS_SIZE = 256 + 60 + 1  # bytes, merges, the end token
+END = "<|endoftext|>"
+FAMILIES = {
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+TAPERS = [("internal", False), ("all", False), ("all", True)]  # taper, taper_qk
+
+
+@pytest.fixture(scope="module")
+def bpe_corpus(tmp_path_factory) -> Path:
+    """A corpus in the tokens of a tokenizer.json, which stands in it."""
+    folder = tmp_path_factory.mktemp("bpe")
+    byte_level([END]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    text = Path(json.__file__).read_text() * 2
+    tokenizer = load_tokenizer(folder)
+    data.prepare(
+        lambda: [(text, True)], lambda: [(text[:3000], True)], folder, None, "a module", tokenizer=tokenizer
+    )
+    return folder
+
+
+def hf_folder(folder: Path, family: str, corpus: Path) -> Path:
+    """A checkpoint of transformers' own making, with the corpus's tokenizer."""
+    made(FAMILIES[family], torch.float32, vocab_size=CORPUS_SIZE).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((corpus / name).read_bytes())
+    return folder
+
+
+def started(out, corpus, weights, **knobs):
+    """The flags of a short run from given weights, which bring the architecture."""
+    run = dict(max_iters=60, warmup_iters=5, gate_start=15, gate_end=45, eval_interval=60, batch_size=4,
+               log_interval=5, ckpt_interval=20, learning_rate=1e-3, device="cpu", block_size=32)  # fmt: skip
+    knobs = {**run, "dataset": corpus, "out_dir": out, "init_from": weights, **knobs}
+    return [f"--{name}={value}" for name, value in knobs.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# every family
+
+
+@pytest.mark.parametrize(
+    ("family", "taper", "taper_qk"),
+    [("gpt2", "all", False), ("qwen3", "all", True)]
+    + [
+        pytest.param(family, taper, taper_qk, marks=pytest.mark.slow)
+        for family in FAMILIES
+        for taper, taper_qk in TAPERS
+        if (family == "qwen3" or not taper_qk) and (family, taper, taper_qk) not in
+        [("gpt2", "all", False), ("qwen3", "all", True)]
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bpe_corpus, tmp_path, capfd):
+    """60 steps in float64 from the weights: gate to 0, both exports exact to 1e-9."""
+    weights, out = hf_folder(tmp_path / "hf", family, bpe_corpus), tmp_path / "run"
+    more = {"taper_qk": True} if taper_qk else {}
+    train(*started(out, bpe_corpus, weights, taper=taper, dtype="float64", aux_weight=0.1, **more))
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
+    assert first["gate"] == 1
+    for name in ("unfused.pt", "folded.pt"):
+        model = Transformer.load(out / name)
+        assert model.meta["fold_error"]["float64"] <= 1e-9
+        assert model.meta["base"]["name"] == "hf" and model.meta["corpus"]["tokenizer"] == "tokenizer.json"
+    assert (model.blocks[0].attn.norm_q is None) == (family != "qwen3" or taper_qk)
+    assert load_tokenizer(out).sha256 == load_tokenizer(weights).sha256
+    capfd.readouterr()
+    train(str(out), "--prompt=import ", "--max_new_tokens=5", program="sample.py")
+    assert capfd.readouterr().out.startswith("import ")
+
+
+@pytest.mark.parametrize("norm", ["cbwc", "coupled"])
+def test_cbwc_and_coupled_start_from_a_checkpoint(norm, bpe_corpus, tmp_path, capfd):
+    family = {"cbwc": "gpt2", "coupled": "llama"}[norm]
+    weights = hf_folder(tmp_path / "hf", family, bpe_corpus)
+    train(*started(tmp_path / "run", bpe_corpus, weights, norm=norm, max_iters=4, gate_start=1, gate_end=2,
+                   warmup_iters=1))  # fmt: skip
+    said = capfd.readouterr().out
+    assert f"norm={norm} instead of" in said and "KL " in said
+    kl = float(said.split("KL ")[1].split()[0])
+    assert kl < 1e-6 if norm == "cbwc" else kl > 1e-3
+    assert Transformer.load(tmp_path / "run/folded.pt").meta["base"]["architecture"]
+
+
+def test_cbwc_with_dropout_says_that_it_is_not_layernorm(bpe_corpus, tmp_path, capfd):
+    weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
+    train(*started(tmp_path / "run", bpe_corpus, weights, norm="cbwc", dropout=0.1, max_iters=2, gate_start=1,
+                   gate_end=2, warmup_iters=1))  # fmt: skip
+    assert "cbwc with dropout is not LayerNorm" in capfd.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a run's own weights
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory) -> Path:
+    """A short RMSNorm run."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    train(*flags(out, corpus, taper="none", aux_weight=0.0, max_iters=10, gate_start=1, gate_end=2))
+    return out
+
+
+def test_a_run_goes_on_with_a_taper(base, corpus, tmp_path):
+    out, before = tmp_path / "run", (base / "ckpt.pt").read_bytes()
+    train(*started(out, corpus, base, taper="internal", max_iters=20, gate_start=5, gate_end=15))
+    assert before == (base / "ckpt.pt").read_bytes()
+    settings = json.loads((out / "config.json").read_text())
+    shape = {k: settings[k] for k in ("n_embd", "n_head", "n_layer", "block_size", "vocab_size", "taper")}
+    wanted = dict(n_embd=32, n_head=4, n_layer=2, block_size=32, vocab_size=400, taper="internal")
+    assert shape == wanted
+    assert settings["init_from"] == str(base)
+    # the first steps see what the base's last ones saw, not new weights
+    assert metrics(out)[0]["train/loss"] < metrics(base)[0]["train/loss"] - 0.1
+
+
+def test_killed_and_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path, one_thread):
+    """Without the weights it began with: the checkpoint holds all it needs."""
+    moved = tmp_path / "weights.pt"
+    moved.write_bytes((base / "ckpt.pt").read_bytes())
+    flags_of = partial(started, corpus=corpus, weights=moved, taper="all", dropout=0.1)
+    train(*flags_of(tmp_path / "whole"))
+    kill = {"at": "after", "n": 33, "do": "kill"}
+    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    moved.unlink()
+    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
+    assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+
+
+REFUSED = [
+    ({"n_embd": 64}, "n_embd=64 contradicts"),
+    ({"block_size": 64}, "block_size=64 is longer than the 32"),
+    ({"norm": "layernorm"}, "norm=layernorm cannot start from the rmsnorm"),
+    ({"mlp": "gelu"}, "mlp=gelu contradicts"),
+    ({"vocab_size": 500}, "vocab_size=500 contradicts"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "said"), REFUSED)
+def test_what_contradicts_the_weights_is_refused_by_name(base, corpus, tmp_path, capsys, knobs, said):
+    argv = started(tmp_path / "run", corpus, base, **knobs)
+    assert said in refused(capsys, *argv)
+    assert not (tmp_path / "run").exists()
+
+
+def test_exports_are_no_weights_to_start_from(bpe_corpus, corpus, tmp_path, capsys):
+    folded = tmp_path / "folded.pt"
+    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, taper="all")
+    model = randomize(Transformer(config))
+    torch.save(fold(model).to_file({"gate": 0.0, "phase": "scale"}), folded)
+    assert "is a folded export" in refused(capsys, *started(tmp_path / "run", corpus, folded))
+    torch.save(model.to_file({"gate": 0.0, "phase": "scale"}), folded)
+    assert "has begun to taper" in refused(capsys, *started(tmp_path / "run", corpus, folded))
+
+
+def test_a_corpus_in_other_tokens_is_refused(bpe_corpus, corpus, tmp_path, capsys):
+    weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
+    message = refused(capsys, *started(tmp_path / "run", corpus, weights))
+    assert "vocab" in message or "was not prepared with the tokenizer" in message
+
+
+# ---------------------------------------------------------------------------------------------------------
+# dropout's masks are a function of (seed, step, micro-batch)
+
+
+@pytest.mark.slow
+def test_with_dropout_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, one_thread):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(*flags(whole, corpus, dropout=0.2))
+    kill = {"at": "after", "n": 33, "do": "kill"}
+    assert launch(*flags(cut, corpus, dropout=0.2), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    train(f"--out_dir={cut}", "--init_from=resume")
+    assert_same(final(whole)["state"], final(cut)["state"])
+    assert metrics(whole) == metrics(cut)
+
+
+@pytest.mark.slow
+def test_with_dropout_two_ranks_equal_one(corpus, tmp_path):
+    knobs = dict(dropout=0.2, gradient_accumulation_steps=2, dtype="float64", max_iters=12, gate_start=4,
+                 gate_end=8, eval_interval=12)  # fmt: skip
+    train(*flags(tmp_path / "one", corpus, **knobs))
+    process = launch(*flags(tmp_path / "two", corpus, **knobs), ranks=2, stdout=subprocess.PIPE,
+                     stderr=subprocess.STDOUT)  # fmt: skip
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, out
+    one, two = final(tmp_path / "one")["state"], final(tmp_path / "two")["state"]
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def test_dropout_acts_and_differs_from_step_to_step(corpus, tmp_path):
+    for dropout in (0.0, 0.5):
+        train(*flags(tmp_path / str(dropout), corpus, dropout=dropout, taper="none", aux_weight=0.0,
+                     max_iters=3, eval_interval=3, gate_start=1, gate_end=2, warmup_iters=0,
+                     learning_rate=0.0, log_interval=1))  # fmt: skip
+    plain, dropped = metrics(tmp_path / "0.0"), metrics(tmp_path / "0.5")
+    assert plain[-1]["val/loss"] == dropped[-1]["val/loss"]  # off in evaluation, and nothing was learned
+    assert all(a["train/ce"] != b["train/ce"] for a, b in zip(plain, dropped, strict=True))
+
+
+def test_dropout_under_a_graph_is_refused(corpus, tmp_path, capsys):
+    message = refused(capsys, *flags(tmp_path / "run", corpus, dropout=0.1, cuda_graph=True))
+    assert "dropout draws anew" in message

@@ -1,0 +1,77 @@
+"""How much memory it takes to load a network, and to fold and prove it, over the size of its weights.
+
+Measured at 1.2 B random weights in the shape of Llama 3.2 1B (head tied, untied by the fold), in a process of
+its own: the peak of RssAnon above what the process has once torch is imported.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = dict(
+    vocab_size=128_256, block_size=512, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, hidden=8192,
+    rope_base=500_000.0, rope_scaling=(32.0, 1.0, 4.0, 8192.0), taper="all",
+)  # fmt: skip
+PROGRAM = """
+import json, sys, threading, time
+import torch
+from nanonorm.files import read_file, write_file
+from model import ModelConfig, Transformer, export
+
+def resident() -> int:
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+class Peak:
+    def __enter__(self):
+        self.base = self.peak = resident()
+        self.going = True
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+    def watch(self):
+        while self.going:
+            self.peak = max(self.peak, resident())
+            time.sleep(0.005)
+    def __exit__(self, *_):
+        self.going = False
+        self.thread.join()
+
+path, shape, dtype, job = sys.argv[1], json.loads(sys.argv[2]), getattr(torch, sys.argv[3]), sys.argv[4]
+if job == "make":
+    torch.set_default_dtype(dtype)
+    model = Transformer(ModelConfig(**shape))
+    model.set_phase("scale")
+    write_file(model.to_file({"gate": 0.0, "phase": "scale"}), path)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(json.dumps({"weights": size}))
+else:
+    with Peak() as loading:
+        model = Transformer.load(path)
+    loaded = loading.peak - loading.base
+    with Peak() as folding:
+        export(model, "folded", torch.randint(1000, (4, 512)))
+    print(json.dumps({"load": loaded, "fold": folding.peak - loading.base}))
+"""
+
+
+def run(*words) -> dict:
+    said = subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
+    path = str(tmp_path / "model.pt")
+    weights = run(path, json.dumps(SHAPE), dtype, "make")["weights"]
+    took = run(path, json.dumps(SHAPE), dtype, "load and fold")
+    print({job: round(n / weights, 3) for job, n in took.items()}, f"of {weights:,} bytes in {dtype}")
+    assert took["load"] <= 1.1 * weights
+    assert took["fold"] <= 2.6 * weights

@@ -1,0 +1,501 @@
+"""A tokenizer.json: its special tokens, its text, the corpora it writes, and what sample.py does with it."""
+
+import io
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import one_line, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from running import refused, train
+from test_data import BOTH, MODULES, NASTY, check_manifest, examples, run, texts, write_stories
+from test_data import one_line as one_line_of
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+import data
+from data.sampling import windows
+from data.tokenizer import END, SentencePiece, TokenizerJson, load_tokenizer, train_tokenizer
+from model import Transformer
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+from nanonorm.hub import write_pretrained
+
+GPT2 = ROOT.parent / "shared/data/gpt2"
+BEGIN, TURN, EOM = "<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>"
+SPECIAL = [BEGIN, "<|end_of_text|>", TURN, EOM, "<|user|>"]
+TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ["user", "assistant"] %}{{ raise_exception("no such role") }}{% endif %}
+    {{- "<|user|>" + message.content | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ messages[0] | tojson }}{% endif %}
+"""
+
+
+def byte_level(special: list[str], n_more: int = 60) -> Tokenizer:
+    """A byte-level vocabulary, as GPT-2, Llama 3 and Qwen have it: the special tokens, 256 bytes and some."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(special) + 256 + n_more, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    core.train_from_iterator(MODULES, trainer)
+    return core
+
+
+def llama3(**settings) -> dict[str, bytes]:
+    """The files of a chat model's tokenizer: a begin token by its post-processor, several end tokens."""
+    core = byte_level(SPECIAL)
+    begin = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    begin = {"__type": "AddedToken", "content": BEGIN, "special": True}
+    config = {"bos_token": begin, "eos_token": TURN, "chat_template": TEMPLATE} | settings
+    generation = {"eos_token_id": [1, 3], "temperature": 0.6}
+    said = {"tokenizer_config.json": config, "generation_config.json": generation}
+    said["config.json"] = {"model_type": "llama", "eos_token_id": 3}
+    return {"tokenizer.json": core.to_str().encode()} | {k: json.dumps(v).encode() for k, v in said.items()}
+
+
+def gpt2(**settings) -> dict[str, bytes]:
+    return {
+        "tokenizer.json": byte_level([END]).to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": END, "add_bos_token": False} | settings).encode(),
+    }
+
+
+def far(top: int = 70_000) -> dict[str, bytes]:
+    """A vocabulary of bytes whose end token has the id `top`: the ids between are nobody's."""
+    vocab = {text: i for i, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab | {END: top, "far": top - 1, "fa": 300}, [("f", "a"), ("fa", "r")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([END])
+    return {"tokenizer.json": core.to_str().encode()}
+
+
+def put(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A chat model's folder."""
+    return put(tmp_path_factory.mktemp("llama3"), llama3())
+
+
+@pytest.fixture(scope="module")
+def chatty(folder):
+    return load_tokenizer(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# text
+
+
+@examples
+@given(st.lists(texts | st.sampled_from(SPECIAL)))
+def test_text_comes_back_from_its_tokens(chatty, some):
+    rows = chatty.encode_batch(some)
+    assert rows == [chatty.encode(text) for text in some]
+    assert [chatty.decode(row) for row in rows] == some
+    assert all(id >= len(SPECIAL) for row in rows for id in row)
+    assert all(chatty.keeps(text, row) for text, row in zip(some, rows, strict=True))
+
+
+@examples
+@given(st.lists(st.integers(0, 320)))
+def test_any_ids_decode(chatty, ids):
+    chatty.decode(ids).encode()
+
+
+def test_ids_and_texts_that_are_none(chatty):
+    assert chatty.decode([0, *chatty.encode("a b"), 1]) == "a b"
+    for id in (-1, chatty.vocab_size, 2**40):
+        with pytest.raises(BadInput, match=f"token id {id} "):
+            chatty.decode([3, id])
+    with pytest.raises(BadInput, match="character 1"):
+        chatty.encode("a\ud800")
+
+
+def test_a_file_that_cuts_and_pads_does_neither_here():
+    core = Tokenizer.from_buffer(gpt2()["tokenizer.json"])
+    core.enable_truncation(3)
+    core.enable_padding(length=8)
+    tokenizer = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    assert tokenizer.decode(tokenizer.encode("four and more words")) == "four and more words"
+    assert len(tokenizer.encode("a")) == 1
+
+
+@pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's vocabulary beside the checkout")
+def test_gpt2s_two_files_are_its_tokenizer():
+    tokenizer = load_tokenizer(GPT2)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.bos_id) == (50257, 50256, None)
+    for text in NASTY:
+        assert tokenizer.decode(tokenizer.encode(text)) == text and 50256 not in tokenizer.encode(text)
+
+
+def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
+    core = byte_level([END])
+    core.normalizer = normalizers.NFC()
+    nfc = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    assert nfc.keeps("e\u0301", nfc.encode("e\u0301")) and not nfc.keeps("e\u0301", nfc.encode("e"))
+    assert data.write_tokens(nfc, [("cafe\u0301", True)], io.BytesIO())["documents"] == 1
+    core.normalizer = normalizers.Lowercase()
+    core.decoder = decoders.WordPiece()
+    lossy = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    with pytest.raises(BadInput, match=r"document 0, .* does not decode"):
+        data.write_tokens(lossy, [("a b", True)], io.BytesIO())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# special tokens
+
+
+def test_every_end_token_ends_and_one_of_them_a_document(chatty):
+    assert chatty.end_ids == {1, 2, 3}  # the vocabulary's, tokenizer_config's, generation_config's
+    assert (chatty.eot_id, chatty.end_token, chatty.bos_id) == (1, "<|end_of_text|>", 0)
+    alone = TokenizerJson(gpt2())
+    assert (alone.end_ids, alone.eot_id, alone.end_token, alone.bos_id) == ({0}, 0, END, None)
+
+
+def test_end_tokens_of_the_models_own_config():
+    core = byte_level(["</s>", "<pad>"])
+    files = {"tokenizer.json": core.to_str().encode(), "config.json": b'{"eos_token_id": [0, 1, 5000, true]}'}
+    tokenizer = TokenizerJson(files)
+    assert (tokenizer.end_ids, tokenizer.eot_id, tokenizer.end_token) == ({0, 1}, 0, "</s>")
+    with pytest.raises(BadInput) as error:
+        TokenizerJson({"tokenizer.json": files["tokenizer.json"]})
+    assert "eos_token" in one_line(error)
+
+
+@pytest.mark.parametrize("settings", [{"eos_token": "<|mine|>"}, {"eos_token": {"content": "<|mine|>"}}])
+def test_a_token_that_is_special_by_name_only(settings):
+    core = byte_level([])
+    core.add_tokens([AddedToken("<|mine|>", special=False)])
+    config = json.dumps(settings).encode()
+    tokenizer = TokenizerJson({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config})
+    ids = tokenizer.encode("a <|mine|>")
+    assert tokenizer.eot_id not in ids and tokenizer.decode([*ids, tokenizer.eot_id]) == "a <|mine|>"
+
+
+@pytest.mark.parametrize(("said", "bos_id"), [(True, 0), (False, None), (None, 0)])
+def test_the_begin_token_is_as_the_config_says(said, bos_id):
+    assert TokenizerJson(llama3(add_bos_token=said)).bos_id == bos_id
+
+
+def test_an_end_token_behind_a_text_is_no_begin_token():
+    core = byte_level(["</s>"])
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    config = b'{"eos_token": "</s>", "add_bos_token": null}'
+    files = {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config}
+    assert TokenizerJson(files).bos_id is None
+
+
+def test_its_files_are_all_it_takes(folder, chatty, tmp_path):
+    assert next(iter(chatty.files)) == "tokenizer.json" and "config.json" not in chatty.files
+    (tmp_path / "config.json").write_text('{"n_layer": 2, "vocab_size": null}')  # a run's own
+    again = load_tokenizer(put(tmp_path, chatty.files))
+    kept = ("vocab_size", "eot_id", "end_token", "end_ids", "bos_id", "sha256", "files")
+    assert {k: getattr(again, k) for k in kept} == {k: getattr(chatty, k) for k in kept}
+    assert json.loads(again.files["generation_config.json"])["temperature"] == 0.6
+    hello = [{"role": "user", "content": "hello"}]
+    assert again.chat(hello) == chatty.chat(hello)
+    (tmp_path / "model.pt").touch()
+    assert load_tokenizer(tmp_path / "model.pt").sha256 == load_tokenizer(folder / "tokenizer.json").sha256
+
+
+# ---------------------------------------------------------------------------------------------------------
+# chat
+
+
+def test_a_chat_is_its_template(chatty):
+    ids = chatty.chat([{"role": "user", "content": " h\u00e9 "}])
+    turn = '{"role": "user", "content": " h\u00e9 "}'
+    assert ids == [0, 4, *chatty.encode("h\u00e9"), 2, *chatty.encode(turn)]
+    assert chatty.encode(TURN) != [2]  # a text is a text again
+
+
+def test_a_template_may_stand_in_several_places():
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
+    assert TokenizerJson(llama3(chat_template=named)).chat([]) == [2]
+    beside = llama3() | {"chat_template.jinja": b"<|user|>"}
+    assert TokenizerJson(beside).chat([]) == [4]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template"),
+        ([{"name": "tool_use", "template": "x"}], "no chat template"),
+        ("{{ raise_exception('only\nso') }}", "only so"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.append(1) }}", "is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(template, said):
+    with pytest.raises(BadInput) as error:
+        TokenizerJson(llama3(chat_template=template)).chat([{"role": "user", "content": "hello"}])
+    assert said in one_line(error) and "--chat" in one_line(error)
+
+
+def test_transformers_makes_the_same_ids(folder, chatty):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<|user|> you\n"}] * 2
+    text = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert chatty.chat(talk) == theirs.encode(text, add_special_tokens=False)
+    for text in NASTY:
+        assert [0, *chatty.encode(text)] == theirs.encode(text, split_special_tokens=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is no tokenizer
+
+
+# the package itself panics over a merge of texts shorter than this prefix
+PANIC = llama3()["tokenizer.json"].replace(
+    b'"continuing_subword_prefix":null', b'"continuing_subword_prefix":"abc"'
+)
+DAMAGED = [
+    ("tokenizer.json", b"", "is not a sound"),
+    ("tokenizer.json", b'{"version": "1.0"}', "is not a sound"),
+    ("tokenizer.json", b"\xff\xfe", "is not a sound"),
+    ("tokenizer.json", PANIC, "is not a sound"),
+    ("tokenizer_config.json", b"[]", "tokenizer_config.json beside"),
+    ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', "lacks the eos_token"),
+    ("tokenizer_config.json", b'{"eos_token": "</s>"}', "lacks the eos_token '</s>'"),
+    ("tokenizer_config.json", b'{"add_bos_token": true, "bos_token": "<s>"}', "lacks the bos_token '<s>'"),
+    ("generation_config.json", b"{", "generation_config.json beside"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja beside"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_damaged_files_are_one_line(folder, tmp_path, name, content, said):
+    put(tmp_path, {path.name: path.read_bytes() for path in folder.iterdir()} | {name: content})
+    with pytest.raises(BadInput) as error:
+        load_tokenizer(tmp_path)
+    assert said in one_line(error) and str(tmp_path) in one_line(error)
+
+
+def test_folders_without_a_tokenizer_are_one_line(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(BadInput, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    with pytest.raises(BadInput, match="are not a vocabulary"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+def test_a_missing_package_is_named(folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadInput, match=f"pip install {package}"):
+        load_tokenizer(folder).chat([])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# corpora
+
+
+def prepared(folder, documents, tokenizer):
+    parts = [(text, True) for text in documents]
+    return data.prepare(lambda: parts, lambda: parts[:1], folder, 0, "some text", tokenizer)
+
+
+def test_wide_ids_pass_through_files_of_uint32(tmp_path):
+    tokenizer = load_tokenizer(put(tmp_path / "far", far()))
+    meta = prepared(tmp_path, ["far away " * 9, "not so far"], tokenizer)
+    assert (meta["dtype"], meta["vocab_size"], meta["end_token_id"]) == ("<u4", 70_001, 70_000)
+    assert check_manifest(tmp_path)[1]["train"] == ["far away " * 9, "not so far"]
+    _, train_tokens, val_tokens = data.open_corpus(tmp_path, 8)
+    assert train_tokens.dtype == np.int32 and val_tokens.max() == 70_000
+    ids, targets = windows(torch.from_numpy(train_tokens), np.arange(3), 8, "cpu")
+    wanted = np.fromfile(tmp_path / "train.bin", "<u4").astype(np.int64)
+    for row in range(3):
+        assert ids[row].tolist() == wanted[row : row + 8].tolist()
+        assert targets[row].tolist() == wanted[row + 1 : row + 9].tolist()
+
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"dtype": "<u2"}))
+    with pytest.raises(BadInput, match="says"):
+        data.open_corpus(tmp_path, 8)
+
+
+@pytest.mark.parametrize("top", [65_535, 65_536])
+def test_the_largest_id_decides_the_type(tmp_path, top):
+    tokenizer = load_tokenizer(put(tmp_path / "far", far(top)))
+    meta = prepared(tmp_path, ["far away"], tokenizer)
+    assert meta["dtype"] == ("<u2" if top == 65_535 else "<u4")
+    _, tokens, _ = data.open_corpus(tmp_path, 4)
+    ids, _ = windows(torch.from_numpy(tokens), np.zeros(1, np.int64), 1, "cpu")
+    assert ids.item() == top - 1
+    assert tokens.view(f"u{tokens.itemsize}")[-1] == top
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
+def test_an_id_that_does_not_fit_is_an_error(tmp_path, monkeypatch, kind):
+    tokenizer = TokenizerJson(gpt2())
+    if kind == "sentencepiece":
+        tokenizer = SentencePiece(train_tokenizer(MODULES, 400))
+    monkeypatch.setattr(tokenizer, "keeps", lambda *_: True)
+    for id in (65_536, 128_000, tokenizer.vocab_size):
+        monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, id=id: [[1, id, 2] for _ in texts])
+        with pytest.raises(BadInput, match=f"gave token id {id}"):
+            prepared(tmp_path, ["text"], tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_begin_and_end_as_the_tokenizer_has_it(chatty):
+    file = io.BytesIO()
+    parts = [("one", False), (" document", True), ("", True), ("two", True)]
+    count = data.write_tokens(chatty, parts, file)
+    one, rest, two = chatty.encode_batch(["one", " document", "two"])
+    wanted = [0, *one, *rest, 1, 0, 1, 0, *two, 1]
+    assert np.frombuffer(file.getvalue(), "<u2").tolist() == wanted
+    assert (count["tokens"], count["documents"]) == (len(wanted), 3)
+
+
+def test_a_corpus_keeps_the_files_of_its_tokenizer_alone(tmp_path, chatty):
+    prepared(tmp_path, MODULES, chatty)
+    assert {name: (tmp_path / name).read_bytes() for name in chatty.files} == chatty.files
+    assert data.open_corpus(tmp_path, 8)[0]["tokenizer"] == "tokenizer.json"
+    prepared(tmp_path, MODULES, SentencePiece(train_tokenizer(MODULES, 400)))
+    assert {p.name for p in tmp_path.iterdir()} == {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
+    assert load_tokenizer(tmp_path).eot_id == 1
+
+
+def test_prepare_takes_a_tokenizer(tmp_path, folder):
+    documents = [f"A {text} story." for text in [*NASTY, *SPECIAL] if text != END]
+    write_stories(tmp_path / "good.txt", documents)
+    result = run("tinystories", *BOTH, f"--tokenizer={folder}", "--out_dir=out", cwd=tmp_path)
+    assert result.returncode == 0 and "learning" not in result.stdout, result
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert (meta["tokenizer"], meta["end_token"], meta["dtype"]) == ("tokenizer.json", SPECIAL[1], "<u2")
+    tokenizer, ids = load_tokenizer(tmp_path / "out"), np.fromfile(tmp_path / "out/train.bin", "<u2")
+    starts = np.flatnonzero(ids == 0)
+    assert [tokenizer.decode(row.tolist()) for row in np.split(ids, starts)[1:]] == documents
+
+    both = [f"--tokenizer={tmp_path / 'out'}", "--vocab_size=400"]
+    message = one_line_of(run("tinystories", *BOTH, *both, "--out_dir=new", cwd=tmp_path))
+    assert "brings its own vocabulary" in message and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["good.txt", "absent/a/tokenizer.json", "."])
+def test_a_name_of_no_tokenizer_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_stories(tmp_path / "good.txt", ["text"])
+    with pytest.raises(BadInput) as error:
+        data.chosen_tokenizer(name, set())
+    assert name in one_line(error)
+
+
+def test_a_missing_corpus_is_prepared_with_the_tokenizer_asked_for(monkeypatch, folder):
+    asked = []
+    monkeypatch.setattr(data, "ROOT", folder.parent)
+    monkeypatch.setattr(data, "corpora", lambda: ["mine"])
+    done = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(data.subprocess, "run", lambda command: asked.append(command[2:]) or done)
+    data.prepare_if_missing(folder.parent / "data/mine", "some/model")
+    data.prepare_if_missing(folder.parent / "data/mine")
+    assert asked == [["--tokenizer=some/model"], []]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# sample.py
+
+
+@pytest.fixture
+def run_folder(tmp_path, chatty):
+    """A run folder: a model of more ids than its tokenizer has, and the tokenizer's files."""
+    size = chatty.vocab_size + 8
+    model = tiny(dtype=torch.float32, vocab_size=size, block_size=64)
+    meta = {"corpus": {"tokenizer": "tokenizer.json", "tokenizer_sha256": chatty.sha256}, "gate": 0.0}
+    put(tmp_path, chatty.files)
+    torch.save(model.to_file({**meta, "phase": "scale"}), tmp_path / "model.pt")
+    return tmp_path
+
+
+def sampled(monkeypatch, capsys, answer, *argv):
+    """What sample.py prints if the model's answer is `answer`, what it asked the model, and how."""
+    asked = {}
+
+    def generate(self, idx, *_, stop_id, **__):
+        asked.update(ids=idx[0].tolist(), stops=stop_id)
+        return torch.cat([idx, torch.tensor([answer])], 1)
+
+    monkeypatch.setattr(Transformer, "generate", generate)
+    capsys.readouterr()
+    train(*argv, program="sample.py")
+    return capsys.readouterr().out, asked["ids"], asked["stops"]
+
+
+def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, monkeypatch, capsys):
+    answer = [*chatty.encode(" you"), chatty.vocab_size + 3, 3, 3]
+    prompt = "hello \u00e9"
+    said, ids, stops = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}")
+    assert said == f"{prompt} you\n" and ids == [0, *chatty.encode(prompt)] and set(stops) == {1, 2, 3}
+    said, ids, _ = sampled(monkeypatch, capsys, answer, run_folder / "model.pt", "--prompt=")
+    assert said == " you\n" and ids == [0]
+    said, ids, _ = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}", "--chat=True")
+    assert said == " you\n" and ids == chatty.chat([{"role": "user", "content": prompt}])
+
+
+def test_a_space_that_decoding_drops_at_the_start_is_kept(tmp_path, monkeypatch, capsys):
+    core = Tokenizer(models.BPE({"</s>": 0, "\u2581": 1, "a": 2, "\u2581a": 3}, [("\u2581", "a")]))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens(["</s>"])
+    config = b'{"eos_token": "</s>"}'
+    put(tmp_path, {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config})
+    torch.save(tiny(dtype=torch.float32).to_file({"gate": 0.0, "phase": "scale"}), tmp_path / "model.pt")
+    assert sampled(monkeypatch, capsys, [3, 3, 0], tmp_path, "--prompt=a a")[0] == "a a a a\n"
+
+
+def test_samples_from_a_hugging_face_folder(tmp_path, folder, chatty, capsys):
+    model = tiny(dtype=torch.float32, vocab_size=chatty.vocab_size, block_size=64)
+    write_pretrained({"config": asdict(model.config), "state": model.state_dict(), "meta": {}}, tmp_path)
+    put(tmp_path, chatty.files)
+    capsys.readouterr()
+    train(tmp_path, "--prompt=hello", "--max_new_tokens=3", "--chat=True", program="sample.py")
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_tokenizers_that_do_not_fit_are_refused(run_folder, tmp_path, capsys):
+    other = put(tmp_path / "other", gpt2())
+    assert "is not the tokenizer of" in refused(
+        capsys, run_folder, f"--tokenizer={other}", program="sample.py"
+    )
+    file = torch.load(run_folder / "model.pt", weights_only=True)
+    del file["meta"]["corpus"]
+    torch.save(file, run_folder / "model.pt")
+    wide = put(tmp_path / "wide", far())
+    assert "70001 ids" in refused(capsys, run_folder, f"--tokenizer={wide}", program="sample.py")
+    argv = (run_folder, f"--tokenizer={other}", "--chat=True", "--prompt=a")
+    assert "no chat template" in refused(capsys, *argv, program="sample.py")
