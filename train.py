@@ -436,7 +436,7 @@ def main(held: ExitStack):
             folder.log(line)
         if evals:
             gate = {"gate": model.gate.item()} if model.taper_norms() else {}
-            folder.say(", ".join(f"{name} {v:.4f}" for name, v in (progress.val | gate).items()))
+            folder.tell(", ".join(f"{name} {v:.4f}" for name, v in (progress.val | gate).items()))
         if saves or stop:
             checkpoint()
             gc.collect()

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
 from data.tokenizer import (
     BESIDE,
@@ -34,7 +33,7 @@ from data.tokenizer import (
 )
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT, atomic_write, json_object
-from nanonorm.typed import Count, Range, Record, Whole, why
+from nanonorm.typed import Count, OneLine, Range, Record, Whole, why
 
 # Text the tokenizer learns from. Measured on 2 cores, 10k tokens of mixed prose and code: 16 MiB take 1.8 s
 # and 215 MB, 32 MiB 3.2 s and 440 MB, 64 MiB 6.2 s and 745 MB. The smallest holds the whole of data/stdlib.
@@ -50,7 +49,7 @@ Stream = Iterable[Part]
 # streams
 
 
-def progress(parts: Stream, label: str, total: int | None = None) -> Iterator[Part]:
+def with_bar(parts: Stream, label: str, total: int | None = None) -> Iterator[Part]:
     """`parts`, with a bar that counts their bytes; no bar unless stderr is a terminal."""
     from tqdm import tqdm  # here, so that a prepared corpus can be used without it
 
@@ -132,24 +131,14 @@ def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
 # the manifest
 
 
-def printable(text: str) -> str:
-    """`text`; refused if a terminal or a one-line error could not show it."""
-    if not text.isprintable():
-        raise PydanticCustomError("printable", "Input should be one line of printable text")
-    return text
-
-
-Line = Annotated[str, AfterValidator(printable)]
-
-
 class Manifest(Record):
     """meta.json, in the order of its keys: what the files beside it hold. A reader does without those that
     have a default."""
 
     vocab_size: Annotated[int, Range(2, 2**24)]
-    tokenizer: Line  # file name
-    tokenizer_sha256: Line
-    end_token: Line | None = None
+    tokenizer: OneLine  # file name
+    tokenizer_sha256: OneLine
+    end_token: OneLine | None = None
     end_token_id: Whole | None = None
     train_tokens: Count
     val_tokens: Count
@@ -158,7 +147,7 @@ class Manifest(Record):
     train_documents: Whole | None = None
     val_documents: Whole | None = None
     dtype: Literal["<u2", "<u4"] = "<u2"  # of the token files
-    source: Line  # what text this is
+    source: OneLine  # what text this is
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -219,9 +208,9 @@ def prepare(
 
     meta_file, train_bin, val_bin = out_dir / "meta.json", out_dir / "train.bin", out_dir / "val.bin"
     with atomic_write(val_bin) as val_file, atomic_write(train_bin) as train_file:
-        of_train = write_tokens(tokenizer, progress(train(), "train", total), train_file)
+        of_train = write_tokens(tokenizer, with_bar(train(), "train", total), train_file)
         refuse_empty("training", of_train["bytes"], source)
-        of_val = write_tokens(tokenizer, progress(val(), "val"), val_file)
+        of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
         stale = {"tokenizer.json", "tokenizer.model", *BESIDE} if meta_file.exists() else set()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
@@ -254,7 +243,7 @@ def prepare(
 def learn(train: Stream, vocab_size: int, source: str) -> tuple[Tokenizer, int]:
     """Train a tokenizer. Returns: (it, bytes of the whole stream). Raises: BadInput."""
     check_vocab_size(vocab_size)
-    texts, total = sample(progress(train, "sample"))
+    texts, total = sample(with_bar(train, "sample"))
     refuse_empty("training", total, source)
     learning = sum(len(text.encode()) for text in texts)
     print(f"tokenizer: learning {vocab_size:,} tokens from {learning:,} of {total:,} bytes", flush=True)

@@ -29,8 +29,9 @@ def writing(path: str | Path):
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError):
             raise
-        reason = cause.strerror or cause
-        raise BadInput(f"cannot write {path}: {reason}; free the disk or name another folder") from e
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free the disk or name another folder" if full else "name another folder"
+        raise BadInput(f"cannot write {path}: {cause.strerror or cause}; {remedy}") from e
 
 
 @contextlib.contextmanager

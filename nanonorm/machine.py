@@ -8,13 +8,13 @@ import re
 import subprocess
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
+from nanonorm.kernels import cpu_details
 
 # ---------------------------------------------------------------------------------------------------------
 # device and number type
@@ -167,10 +167,8 @@ def processor(device: torch.device) -> str:
     """Name of a device's hardware; of a CPU its architecture, if the system does not give its name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):  # Linux
-        if name := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
-            return name[1]
-    return platform.machine()
+    name = re.search(r"model name\s*: (.*)", cpu_details())
+    return name[1] if name else platform.machine()
 
 
 def commit() -> str | None:

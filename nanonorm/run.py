@@ -25,7 +25,7 @@ from nanonorm.files import atomic_write, hold_folder, read_file, write_file, wri
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
 from nanonorm.ranks import Ranks
-from nanonorm.typed import STRICT, Record, Whole, why
+from nanonorm.typed import STRICT, Record, Whole, printable, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
 EXPORTS = ("unfused.pt", "folded.pt", "model.pt")
@@ -58,12 +58,6 @@ def sums(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape != (3,) or not tensor.is_floating_point() or not tensor.isfinite().all():
         raise ValueError("should be three finite numbers")
     return tensor
-
-
-def printable(value):
-    if not str(value).isprintable():
-        raise ValueError("should be printable")
-    return value
 
 
 class Progress(Record):
@@ -317,7 +311,7 @@ class RunFolder:
         self.metrics.write(self.progress.iter, line)
         if "train/spike" in line:
             loss, excess = line["train/loss"], line["train/spike"]
-            self.say(f"train/loss {loss:.4f} is {excess:.2f} nats above the median before it")
+            self.tell(f"train/loss {loss:.4f} is {excess:.2f} nats above the median before it")
         if self.wandb is not None:
             self.wandb.log(line, step=self.progress.iter)
 
@@ -346,7 +340,7 @@ class RunFolder:
         self.bar.close()
 
     @by_main_rank
-    def say(self, message: str):
+    def tell(self, message: str):
         """Print a line about the step that was done, above the progress bar."""
         tqdm.write(f"step {self.progress.iter}: {message}")
 
@@ -358,8 +352,7 @@ class RunFolder:
             self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
             progress.logged = self.metrics.logged
         meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.item(), **meta}
-        kept = {"iter": progress.iter, "run_id": progress.run_id, "totals": totals.cpu(), "val": progress.val}
-        kept["logged"] = progress.logged
+        kept = progress.model_dump() | {"totals": totals.cpu()}
         file = model.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
         write_file(file | {"progress": kept}, self.newest, kept=self.previous)
 

@@ -11,7 +11,8 @@ import warnings
 from functools import cache
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 # neither True nor "2" passes for an int; an int passes for a float
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -33,6 +34,16 @@ Whole = Annotated[int, Range(0, HUGE)]
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
 Numbers = Annotated[tuple[Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+
+
+def printable(value):
+    """`value`, text or a number; refused if a terminal or a one-line error could not show it."""
+    if not str(value).isprintable():
+        raise PydanticCustomError("printable", "Input should be one line of printable text")
+    return value
+
+
+OneLine = Annotated[str, AfterValidator(printable)]
 
 
 class Record(BaseModel):

@@ -61,6 +61,7 @@ def elsewhere(*commands) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path, one_thread):
     """Trained, resumed, sampled and timed; the runs are the one made here, to the bit."""
     here, there, resumed = (tmp_path / name for name in ("here", "there", "resumed"))

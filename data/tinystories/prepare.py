@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import chosen_tokenizer, prepare, progress
+from data import chosen_tokenizer, prepare, with_bar
 from data.tokenizer import END, check_vocab_size
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -111,7 +111,7 @@ def download(out_dir: Path, stream) -> tuple[Path, Path]:
     folder.mkdir(exist_ok=True)
     for split in ("train", "validation"):
         with atomic_write(folder / f"{split}.txt") as f:
-            for text, _ in progress(stream(split), f"download {split}"):
+            for text, _ in with_bar(stream(split), f"download {split}"):
                 f.write(f"{text}\n{END}\n".encode())
     return folder / "train.txt", folder / "validation.txt"
 

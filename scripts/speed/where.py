@@ -26,7 +26,7 @@ from model import NORMS
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, atomic_write
-from nanonorm.machine import bfloat16_pays, keep_freed_memory
+from nanonorm.machine import keep_freed_memory, pick_dtype
 from nanonorm.plots import COLOURS, GREY, pyplot
 from nanonorm.typed import Count
 from scripts.speed.parts import training_step
@@ -79,9 +79,7 @@ def keeps_freed_memory(root: Path) -> bool:
 
 def step_of(k: Where, who: str, width: int):
     """() that does one step of `who`: "llama", or "root:norm" for a checkout and a norm."""
-    dtype = k.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if bfloat16_pays("cpu", width) else "float32"
+    dtype = str(pick_dtype(k.dtype, torch.device("cpu"), width)).removeprefix("torch.")
     shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head)
     if who == "llama":
         return train_hf(Peers(**shape, batch_size=k.batch_size), width, dtype, "")
