@@ -1,6 +1,6 @@
 """Time the variants on this machine in tok/s: the papers' speed table, and what makes it a fair one.
 
-    python bench.py out/demo                 a run folder (its exports are timed) or one model file
+    python bench.py out/demo                 a run folder (its exports are timed), or what sample.py takes
     python bench.py --n_embd=256             no checkpoint: random weights of that shape, calibrated, folded
     python bench.py out/demo --mode=decode   one token at a time with the KV cache
 
@@ -29,15 +29,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import ModelKnobs
-from model import FORMS, NORMS, TOLERANCE, KVCache, ModelConfig, Transformer
+from model import FORMS, NORMS, TOLERANCE, ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
+from nanonorm.generation import KVCache
+from nanonorm.hub import open_model
 from nanonorm.kernels import attend
 from nanonorm.machine import keep_freed_memory, pick_device, processor
+from nanonorm.onnx import need_onnx
 from nanonorm.plots import COLOURS, GREY, pyplot
 from nanonorm.run import EXPORTS
-from nanonorm.timing import count_work, in_runtime, time_rounds
+from nanonorm.timing import OnnxStep, count_work, in_runtime, time_rounds
 from nanonorm.typed import Count, Whole
 
 # name -> (norm, taper, form)
@@ -54,6 +57,7 @@ VARIANTS = {
     **{f"{norm}_folded": (norm, "none", "folded") for norm in ("coupled", "cbwc")},
 }
 FLOOR = "floor"
+RUNTIMES = ("eager", "compiled", "graph", "onnx")  # onnx: prefill on the CPU, under onnxruntime
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Bench(ModelKnobs):
     # what is timed
     mode: Literal["prefill", "decode"] = "prefill"  # last-token logits of a prompt; or one token, KV cache
     variants: tuple[Literal[*VARIANTS], ...] | None = None  # columns, speedups over the first; None: by norm
-    runtimes: tuple[Literal["eager", "compiled", "graph"], ...] | None = None  # None: on a GPU all, or eager
+    runtimes: tuple[Literal[*RUNTIMES], ...] | None = None  # None: eager; on a GPU all but onnx
     batch: tuple[Count, ...] = (1, 4)  # sequences at a time
     seq: tuple[Count, ...] | None = None  # tokens of context; None: 512 or block_size, its half and quarter
     # how
@@ -80,15 +84,11 @@ class Bench(ModelKnobs):
 # the models
 
 
-def load_models(path: Path) -> dict[str, Transformer]:
-    """{form: model} of a run folder or of one file, float32, on the CPU. Raises: BadInput, ModelError."""
-    files = [path]
-    if path.is_dir():
-        files = [path / name for name in EXPORTS if (path / name).exists()] or list(path.glob("ckpt.pt"))
-    if not files:
-        remedy = "name the out_dir of a run, or a model file"
-        raise BadInput(f"{path} holds none of unfused.pt, folded.pt, model.pt, ckpt.pt; {remedy}")
-    models = [Transformer.load(file).float() for file in files]
+def load_models(name: str) -> dict[str, Transformer]:
+    """{form: model} of a run's exports, or of whatever else sample.py takes: a model file, a Hugging Face
+    folder, a hub id. In the file's type, on the CPU. Raises: BadInput, ModelError."""
+    files = [file for file in (Path(name) / export for export in EXPORTS) if file.exists()]
+    models = [Transformer.load(file) for file in files] or [Transformer.from_file(*open_model(name))]
     return {m.config.form: m for m in models}
 
 
@@ -113,8 +113,10 @@ def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     """The same shape with another norm and taper, without the options that mean nothing there."""
     shift = shape.norm_bias or norm not in ("layernorm", "cbwc")
     first = shape.coupled_from_layer if norm == "coupled" else 0
+    qk = shape.taper_qk and taper in ("internal", "all")
     return replace(shape, form="trained", norm=norm, taper=taper, norm_bias=shift, coupled_from_layer=first,
-                   aux_weight=0.0, calib_skip_first=False, coupled_grad=False)  # fmt: skip
+                   taper_qk=qk, aux_weight=0.0, calib_skip_first=False, coupled_grad=False,
+                   dropout=0.0)  # fmt: skip
 
 
 def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dict[str, Transformer]:
@@ -124,6 +126,8 @@ def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dic
     """
     plain = "layernorm" if shape.norm in ("layernorm", "cbwc") else "rmsnorm"
     own_taper = "internal" if shape.taper == "none" else shape.taper
+    for model in run.values():  # a fold is done in the wider of the file's type and `dtype`
+        model.to(torch.promote_types(model.tok_emb.weight.dtype, dtype))
     known = {(shape.norm, shape.taper): run} if run else {}  # (norm, taper) -> {form: model}
     models = {}
     for name in names:
@@ -152,7 +156,8 @@ class Floor(nn.Module):
         super().__init__()
         D, H, K, C = c.n_embd, c.n_head, c.n_kv_head, c.head_dim
         like = partial(torch.randn, device=device, dtype=dtype)
-        shapes = ((H + 2 * K) * C, D), (D, H * C), (2 * c.hidden, D), (D, c.hidden)
+        read = 2 * c.hidden if c.mlp == "swiglu" else c.hidden
+        shapes = ((H + 2 * K) * C, D), (D, H * C), (read, D), (D, c.hidden)
         self.layers = [[like(s) * s[1] ** -0.5 for s in shapes] for _ in range(c.n_layer)]
         self.head = like(c.vocab_size, D) * D**-0.5
         self.heads, self.decode = (H, K, C), mode == "decode"
@@ -160,18 +165,18 @@ class Floor(nn.Module):
         self.cache = like(2, batch, K, seq, C) if self.decode else None
         self.mask = torch.ones(1, seq, device=device, dtype=torch.bool) if self.decode else None
 
-    def forward(self):
-        """-> (B, 1, V)"""
-        x, (H, K, C) = self.x, self.heads  # (B, T, D)
+    def forward(self, x, last_only=True):
+        """The stream (B, T, D) -> (B, 1, V)"""
+        H, K, C = self.heads
         B, T, _ = x.shape
-        for qkv, proj, gate_up, down in self.layers:
+        for qkv, proj, up, down in self.layers:
             heads = F.linear(x, qkv).view(B, T, H + 2 * K, C).split((H, K, K), 2)
             q, k, v = (t.transpose(1, 2) for t in heads)  # (B, heads, T, C)
             if self.decode:
                 k, v = self.cache
             y = attend(q, k, v, self.mask)
             x = F.linear(y.transpose(1, 2).reshape(B, T, H * C), proj)
-            x = F.linear(F.linear(x, gate_up)[..., : down.shape[1]], down)
+            x = F.linear(F.linear(x, up)[..., : down.shape[1]], down)
         return F.linear(x[:, -1:], self.head)
 
 
@@ -179,19 +184,25 @@ class Floor(nn.Module):
 # compare, then time
 
 
+def prompt(model: nn.Module, batch: int, length: int, seed: int):
+    """What a step reads: random tokens (batch, length); the floor its stream."""
+    if isinstance(model, Floor):
+        return model.x
+    device = model.tok_emb.weight.device
+    rng = torch.Generator(device).manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, length), device=device, generator=rng)
+
+
 def make_step(model: nn.Module, mode: str, batch: int, seq: int, seed: int):
     """(reset, step): step() is timed and returns logits (B, 1, V); reset() comes before it, untimed."""
-    if isinstance(model, Floor):
-        return (lambda: None), (lambda: model())
-    device = model.tok_emb.weight.device
-    rng, shape = torch.Generator(device).manual_seed(seed), (batch, 1 if mode == "decode" else seq)
-    idx = torch.randint(model.config.vocab_size, shape, device=device, generator=rng)
-    if mode == "prefill":
-        return (lambda: None), (lambda: model(idx, last_only=True))
+    x = prompt(model, batch, 1 if mode == "decode" else seq, seed)
+    if mode == "prefill" or isinstance(model, Floor):
+        return (lambda: None), (lambda: model(x, last_only=True))
+    rng = torch.Generator(x.device).manual_seed(seed)
     cache = KVCache(model, batch, seq)  # seq - 1 tokens seen; the new one makes seq
     for t in cache.k + cache.v:
         t.normal_(generator=rng)
-    return (lambda: cache.pos.fill_(seq - 1)), (lambda: model(idx, cache=cache, last_only=True))
+    return (lambda: cache.pos.fill_(seq - 1)), (lambda: model(x, cache=cache, last_only=True))
 
 
 def agree(differences: dict, pair: str, ours, theirs, what: str):
@@ -236,6 +247,9 @@ def measure(models: dict, k: Bench, runtime: str, batch: int, seq: int, device, 
         reset, step = make_step(model, k.mode, batch, seq, k.seed)
         with torch.inference_mode():
             _, eager = first_call(reset, step, "eager", what)
+        if runtime == "onnx":
+            step = OnnxStep(model, prompt(model, batch, seq, k.seed))
+        with torch.inference_mode():
             step, own = first_call(reset, step, runtime, what)
         if not own.isfinite().all():
             raise BadInput(f"{what}: the logits are not finite, so a comparison of speed means nothing")
@@ -359,7 +373,16 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     if max(k.seq) > shape.block_size:
         raise BadInput(f"seq={max(k.seq)} is longer than the model's block_size={shape.block_size}")
     if not gpu and "graph" in k.runtimes:
-        raise BadInput("CUDA graphs need a GPU; on a CPU there are eager and compiled")
+        raise BadInput("CUDA graphs need a GPU; on a CPU there are eager, compiled and onnx")
+    if "onnx" in k.runtimes:
+        for wrong, remedy in (
+            (k.mode == "decode", "its graph has no KV cache; use --mode=prefill"),
+            (gpu, "it runs on the CPU; use --device=cpu"),
+            (k.dtype != "float32", "onnxruntime's CPU multiplies no bfloat16; use --dtype=float32"),
+        ):
+            if wrong:
+                raise BadInput(f"the runtime onnx cannot do this: {remedy}, or leave onnx out")
+        need_onnx()
     for name, path, kind in (("out", k.out, ".json"), ("figure", k.figure, ".png")):
         if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
             raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
@@ -369,7 +392,9 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
 
 
 def main(argv: list[str]):
-    usage = "python bench.py [PATH] [--key=value ...]   PATH: a run folder or a model file"
+    usage = (
+        "python bench.py [PATH] [--key=value ...]  PATH: a run, a model file, a Hugging Face folder, a hub id"
+    )
     k, explicit, words = parse(Bench, argv, usage=usage)
     if len(words) > 1:
         raise BadInput(f"one PATH at a time, not {' '.join(words)}")
@@ -378,7 +403,7 @@ def main(argv: list[str]):
     if path and explicit & knobs.keys():
         raise BadInput(f"{path} has its own shape: leave out --{min(explicit & knobs.keys())}, or the path")
     if path:
-        run = load_models(Path(path))
+        run = load_models(path)
         shape = next(iter(run.values())).config
     else:
         shape = ModelConfig(**{name: value for name, value in knobs.items() if value is not None})
@@ -403,7 +428,7 @@ def main(argv: list[str]):
     for runtime in k.runtimes:
         shapes = itertools.product(k.batch, k.seq)
         rows = (measure(models, k, runtime, batch, seq, device, differences) for batch, seq in shapes)
-        figures += print_runtime(runtime, rows, [*models, FLOOR], unit)
+        figures += print_runtime(runtime, rows, [*models, FLOOR], "nodes" if runtime == "onnx" else unit)
     found = ", ".join(f"{pair} {e:.0e}" for pair, e in differences.items())
     print(f"\nlogits agree; largest difference over largest logit: {found}")
     spread = float(np.median([(r["ms_q3"] - r["ms_q1"]) / r["ms"] for r in figures]))

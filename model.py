@@ -28,6 +28,7 @@ from nanonorm.files import FORMAT, check_state, read_file
 from nanonorm.generation import KVCache, generate
 from nanonorm.kernels import (
     attend,
+    autocasts,
     eager_training,
     head_loss,
     inverse_rms,
@@ -675,6 +676,7 @@ class Transformer(nn.Module):
         if self.pos_emb is not None:
             at = torch.arange(rows.stop, device=idx.device) if isinstance(rows, slice) else rows
             x = x + self.pos_emb(at)
+        x = upcast(x) if autocasts(x) else x  # a frozen table may be bfloat16, the stream not
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
     def head(self):

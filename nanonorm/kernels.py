@@ -25,6 +25,11 @@ def eager_training(h) -> bool:
     return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def autocasts(h) -> bool:
+    """True where matrix products are cast to a narrower type."""
+    return h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # RMSNorm
 

@@ -2,12 +2,16 @@
 
 import gc
 import random
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from nanonorm import onnx
 
 
 def captured(reset, step):
@@ -40,6 +44,32 @@ def in_runtime(runtime: str, reset, step):
     return captured(reset, step) if runtime == "graph" else step
 
 
+class LastToken(torch.nn.Module):
+    """A prefill as a module of one input: token ids (B, T) -> logits (B, 1, V)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x, last_only=True)
+
+
+class OnnxStep:
+    """model(x, last_only=True) under onnxruntime. nodes: of the graph that it runs."""
+
+    def __init__(self, model, x):
+        self.x = x
+        with tempfile.TemporaryDirectory() as folder:
+            path, optimized = Path(folder, "step.onnx"), Path(folder, "optimized.onnx")
+            onnx.export(LastToken(model), x, path)
+            self.session = onnx.Session(path, optimized)
+            self.nodes = onnx.nodes(optimized)
+
+    def __call__(self):
+        return self.session(self.x)
+
+
 class CountOperators(TorchDispatchMode):
     """Counts the ATen operators that compute: not views, which hand back an input's memory unwritten."""
 
@@ -56,7 +86,8 @@ class CountOperators(TorchDispatchMode):
 
 
 def count_work(reset, step, runtime: str, device) -> int | None:
-    """GPU kernels and copies of one forward, on a CPU ATen operators; None where they cannot be counted."""
+    """GPU kernels and copies of one forward, on a CPU ATen operators, under onnxruntime the graph's nodes;
+    None where they cannot be counted."""
     reset()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -66,7 +97,7 @@ def count_work(reset, step, runtime: str, device) -> int | None:
         events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         return sum(not e.is_user_annotation for e in events) or None
     if runtime != "eager":
-        return None  # a compiled CPU kernel is a C++ function that no dispatcher sees
+        return getattr(step, "nodes", None)  # a compiled CPU kernel is C++ that no dispatcher sees
     with torch.no_grad(), CountOperators() as counter:  # inference mode would show composite operators whole
         step()
     return counter.count

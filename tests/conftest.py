@@ -3,6 +3,7 @@ starts at 1 or 0."""
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ if str(ROOT) not in sys.path:
 from running import flags, train  # noqa: E402
 
 from data import prepare  # noqa: E402
+from data.tokenizer import END, load_tokenizer  # noqa: E402
 from model import ModelConfig, RMSNorm, TaperNorm, Transformer  # noqa: E402
 
 # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
@@ -154,6 +156,25 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
     prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], folder, 400, "two modules")
+    return folder
+
+
+BPE_SIZE = 256 + 60 + 1  # bytes, merges, the end token
+
+
+@pytest.fixture(scope="session")
+def bpe_corpus(tmp_path_factory) -> Path:
+    """A corpus in the BPE_SIZE tokens of a tokenizer.json, which stands in it."""
+    pytest.importorskip("tokenizers")
+    from test_tokenizer import byte_level
+
+    folder = tmp_path_factory.mktemp("bpe")
+    byte_level([END]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    text, tokenizer = Path(json.__file__).read_text() * 2, load_tokenizer(folder)
+    prepare(
+        lambda: [(text, True)], lambda: [(text[:3000], True)], folder, None, "a module", tokenizer=tokenizer
+    )
     return folder
 
 

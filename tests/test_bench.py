@@ -14,6 +14,7 @@ from model import FORMS, TOLERANCE, ModelConfig, Transformer, fold, unfuse
 from nanonorm import timing
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import ROOT
+from nanonorm.hub import write_pretrained
 
 SHAPE = dict(vocab_size=64, block_size=32, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [f"--{k}={v}" for k, v in SHAPE.items()]
@@ -166,6 +167,31 @@ def test_run_folder_is_what_is_timed(capsys, folder):
         bench.main([*QUICK, str(folder / "folded.pt")])
 
 
+def test_a_bfloat16_file_is_folded_in_the_type_that_is_timed(capsys, tmp_path):
+    model = bench.random_model(ModelConfig(**SHAPE, norm="layernorm", taper="all"), CPU).bfloat16()
+    torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / "ckpt.pt")
+    assert bench.load_models(tmp_path)["trained"].tok_emb.weight.dtype == torch.bfloat16
+    _, report = run(capsys, str(tmp_path))  # in float32
+    assert 0 < report["differences"]["folded = unfused"] < 1e-5
+
+
+def test_the_floor_has_the_matrices_of_the_model():
+    for shape in ({}, {"mlp": "gelu", "head_dim": 6, "n_kv_head": 2, "hidden": 40, "positions": "learned"}):
+        config = ModelConfig(**SHAPE, **shape)
+        floor, model = bench.Floor(config, "prefill", 2, 8, CPU, torch.float32), Transformer(config)
+        tables = ("tok_emb.weight", "pos_emb.weight")
+        theirs = [tuple(p.shape) for n, p in model.named_parameters() if p.dim() == 2 and n not in tables]
+        assert [tuple(w.shape) for layer in floor.layers for w in layer] == theirs
+        assert floor(floor.x).shape == (2, 1, 64)
+
+
+def test_a_hugging_face_folder_is_timed(capsys, tmp_path):
+    model = bench.random_model(ModelConfig(**SHAPE, norm_eps=1e-5), CPU)
+    write_pretrained(model.to_file({}), tmp_path)
+    text, report = run(capsys, str(tmp_path))
+    assert report["model"]["norm_eps"] == 1e-5 and str(tmp_path) in text
+
+
 def test_exports_of_two_different_runs_are_refused(folder):
     other = bench.random_model(ModelConfig(**SHAPE, taper="internal"), CPU)
     torch.save(fold(other).to_file({}), folder / "folded.pt")
@@ -212,6 +238,17 @@ def test_decode_repeats_the_same_step():
     "flags",
     [
         ["--norm=coupled"],
+        ["--norm=layernorm", "--positions=learned", "--mlp=gelu", "--bias=True", "--taper=all"],
+        [
+            "--qk_norm=True",
+            "--taper=internal",
+            "--taper_qk=True",
+            "--head_dim=6",
+            "--hidden=40",
+            "--n_kv_head=1",
+        ],
+        ["--norm=coupled", "--mlp=gelu_erf", "--qkv_bias=True", "--dropout=0.1"],
+        ["--norm=cbwc", "--bias=True", "--rope_scaling=8,1,4,16"],
         ["--norm=cbwc"],
         ["--norm=dyt"],
         ["--norm=layernorm", "--norm_bias=False"],
@@ -252,7 +289,7 @@ def test_path_and_shape_flags_exclude_each_other(folder, tmp_path):
     with pytest.raises(BadInput, match="leave out --n_embd"):
         bench.main([str(folder), "--n_embd=32"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match=r"holds none of unfused\.pt"):
+    with pytest.raises(BadInput, match="holds no run"):
         bench.main([str(tmp_path / "empty")])
 
 

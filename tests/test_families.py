@@ -235,6 +235,24 @@ def test_gradients_are_the_same_under_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@every_family
+@pytest.mark.parametrize("variant", ["rmsnorm-internal", "layernorm-all", "coupled", "cbwc"])
+def test_a_frozen_base_may_be_bfloat16_under_trained_float32_norms(family, variant):
+    model = of(family, variant, phase="blend", dtype=torch.float32)
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.data = p.data.bfloat16()
+            p.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model(*batch())
+    losses.total.backward()
+    assert losses.stream.dtype is losses.total.dtype is torch.float32
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(
+        p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in trained.values()
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------
 # begun from given weights
 

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import BPE_SIZE, randomize
 from running import assert_same, final, flags, launch, metrics, refused, train
 from test_hub import made
-from test_tokenizer import byte_level
 
-import data
 from data.tokenizer import load_tokenizer
 from model import ModelConfig, Transformer, fold
 
-CORPUS_SIZE = 256 + 60 + 1  # bytes, merges, the end token
-END = "<|endoftext|>"
 FAMILIES = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -26,23 +22,9 @@ FAMILIES = {
 TAPERS = [("internal", False), ("all", False), ("all", True)]  # taper, taper_qk
 
 
-@pytest.fixture(scope="module")
-def bpe_corpus(tmp_path_factory) -> Path:
-    """A corpus in the tokens of a tokenizer.json, which stands in it."""
-    folder = tmp_path_factory.mktemp("bpe")
-    byte_level([END]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    text = Path(json.__file__).read_text() * 2
-    tokenizer = load_tokenizer(folder)
-    data.prepare(
-        lambda: [(text, True)], lambda: [(text[:3000], True)], folder, None, "a module", tokenizer=tokenizer
-    )
-    return folder
-
-
 def hf_folder(folder: Path, family: str, corpus: Path) -> Path:
     """A checkpoint of transformers' own making, with the corpus's tokenizer."""
-    made(FAMILIES[family], torch.float32, vocab_size=CORPUS_SIZE).save_pretrained(folder)
+    made(FAMILIES[family], torch.float32, vocab_size=BPE_SIZE).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((corpus / name).read_bytes())
     return folder

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from running import flags, train
+from test_init_from import hf_folder
 
 from bench import Bench
 from config import Config
@@ -19,6 +21,7 @@ from nanonorm.cli import parse
 from nanonorm.files import ROOT
 from sample import Sample
 from scripts import sweep
+from scripts.convert import Convert
 from scripts.figures import Picture
 from scripts.foldable import Foldable, expand_flags
 from scripts.report import ReportKnobs
@@ -32,6 +35,7 @@ COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split(
 KNOBS = {
     "bench.py": Bench,
     "sample.py": Sample,
+    "scripts/convert.py": Convert,
     "scripts/figures.py": Picture,
     "scripts/foldable.py": Foldable,
     "scripts/report.py": ReportKnobs,
@@ -61,6 +65,9 @@ def test_every_command_is_one_that_works():
     seen = set()
     for command in filter(None, COMMANDS):
         words = shlex.split(command)
+        if words[0] == "bash":
+            assert (ROOT / words[1]).is_file(), command
+            continue
         if words[0] == "torchrun":
             words = ["python", *itertools.dropwhile(lambda word: word.startswith("--"), words[1:])]
         if words[0] != "python":
@@ -77,6 +84,69 @@ def test_every_command_is_one_that_works():
             assert words[1] == "data/tinystories/prepare.py", command
         seen.add(words[1])
     assert {"train.py", "scripts/sweep.py", *KNOBS} <= seen
+
+
+def commands_of(section: str, **instead) -> list[list[str]]:
+    """The words of a section's commands, but for pip's, with some of their text replaced."""
+    (text,) = re.findall(rf"## {section}\n(.*?)\n## ", README, re.S)
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S)).replace("\\\n", "")
+    found = [shlex.split(line.split("#")[0]) for line in blocks.splitlines()]
+    for old, new in instead.items():
+        found = [[re.sub(rf"(^|=){old}\b(?!-)", rf"\g<1>{new}", word) for word in words] for words in found]
+    return [words for words in found if words[0] != "pip"]
+
+
+def run_as_written(words: list[str], *more: str) -> str:
+    """Run one of the README's commands with this Python, smaller; returns what it prints."""
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "LOCAL": "1",
+    }
+    done = subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
+    """The commands as they stand, on a small GPT-2 that transformers made, for a few steps."""
+    weights = hf_folder(tmp_path / "small-gpt2", "gpt2", bpe_corpus)
+    corpus = tmp_path / "data"
+    instead = {"gpt2": weights, "data/tinystories_gpt2": corpus, "tinystories_gpt2": corpus,
+               "out/gpt2_internal": tmp_path / "out"}  # fmt: skip
+    ran = []
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a norm.\n<|endoftext|>\n" * 200)
+    smaller = {
+        "prepare.py": [f"--text={text}", f"--val_text={text}"],
+        "train.py": ["--max_iters=8", "--gate_start=2", "--gate_end=6", "--block_size=16", "--device=cpu"],
+        "sample.py": ["--max_new_tokens=4"],
+        "bench.py": ["--iters=2", "--warmup=0", "--seq=8"],
+    }
+    for words in commands_of("Take a pretrained model", **instead):
+        name = Path(words[1]).name
+        said = run_as_written(words, *smaller[name])
+        ran.append(name)
+    assert ran == ["prepare.py", "train.py", "sample.py", "bench.py"] and said.rstrip().endswith("}")
+
+
+@pytest.mark.slow
+def test_a_run_is_used_elsewhere(corpus, tmp_path):
+    """The commands as they stand, on two runs of a few steps."""
+    for package in ("onnxruntime", "xllamacpp", "transformer_lens", "lm_eval"):
+        pytest.importorskip(package, reason="pip install -r requirements-export.txt")
+    for name, taper in (("demo", "internal"), ("all", "all")):
+        few = dict(max_iters=8, warmup_iters=1, gate_start=2, gate_end=6, taper=taper)
+        train(*flags(tmp_path / name, corpus, **few))
+    ran = []
+    for words in commands_of(
+        "Use it elsewhere", **{"out/demo": tmp_path / "demo", "out/all": tmp_path / "all"}
+    ):
+        words = [re.sub(r"^--out=out/", f"--out={tmp_path}/", word) for word in words]
+        run_as_written(words, *(["--iters=2", "--warmup=0", "--seq=8"] if words[1] == "bench.py" else []))
+        ran.append(words[1])
+    assert ran.count("scripts/convert.py") == 5 and {"bench.py", "scripts/lm_eval.sh"} <= set(ran)
 
 
 def test_nothing_is_left_to_fill_in():

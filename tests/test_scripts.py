@@ -52,10 +52,10 @@ def test_a_timed_step_is_a_training_step_that_stays_in_its_phase(phase, gate):
 
 
 SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2"]
-SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("train", "decode")]
 
 
-@pytest.mark.parametrize("mode", ["prefill", *SLOW_MODES])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
 def test_peers_times_llama_beside_us(mode):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
     command = [
@@ -81,6 +81,21 @@ def test_peers_times_llama_beside_us(mode):
     else:
         assert all(r["tensor_bytes"] is None for r in report["rows"])
     assert run.stdout.count("greedy tokens are the same") == (2 if find_spec("litgpt") else 1)
+
+
+@pytest.mark.slow
+def test_loaded_checkpoints_are_timed_beside_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="compares with transformers; pip install transformers")
+    command = [sys.executable, "scripts/speed/loaded.py", "--shape=tiny", "--iters=2", "--seq=16"]
+    command += ["--new_tokens=2", "--runtime=eager", f"--out={tmp_path / 'x.json'}"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "tiny: the same logits" in run.stdout
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert {(r["mode"], r["name"]) for r in rows} == {
+        (mode, name) for mode in ("prefill", "decode") for name in ("nanonorm", "nanonorm folded", "HF")
+    }
+    assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in rows)
 
 
 @pytest.mark.parametrize(

@@ -222,16 +222,23 @@ def prompt(k: Peers, length: int) -> torch.Tensor:
     return torch.randint(k.vocab_size, (1, length), generator=torch.Generator().manual_seed(k.seed))
 
 
-def prefill_ours(k, width, dtype, how):
-    model, idx = seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, k.seq)
+def prefill_of_ours(model: Transformer, idx, how: str):
+    """() -> logits of the last token of idx (B, T)."""
     forward = torch.compile(model, fullgraph=True, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, last_only=True))
 
 
-def prefill_hf(k, width, dtype, how):
-    llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, k.seq)
-    forward = torch.compile(llama, dynamic=False) if how else llama
+def prefill_of_hf(model, idx, how: str):
+    forward = torch.compile(model, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, logits_to_keep=1, use_cache=False).logits)
+
+
+def prefill_ours(k, width, dtype, how):
+    return prefill_of_ours(seeded(k, width).to(getattr(torch, dtype)).eval(), prompt(k, k.seq), how)
+
+
+def prefill_hf(k, width, dtype, how):
+    return prefill_of_hf(as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, k.seq), how)
 
 
 def prefill_litgpt(k, width, dtype, how):
@@ -246,9 +253,14 @@ def decode_ours(k, width, dtype, how):
 
 
 def decode_hf(k, width, dtype, how):
-    llama, idx = as_llama(seeded(k, width)).to(getattr(torch, dtype)), prompt(k, 8)
-    options = dict(attention_mask=torch.ones_like(idx), do_sample=False,
-                   max_new_tokens=k.new_tokens, min_new_tokens=k.new_tokens)  # fmt: skip
+    llama = as_llama(seeded(k, width)).to(getattr(torch, dtype))
+    return decode_of_hf(llama, prompt(k, 8), k.new_tokens, how)
+
+
+def decode_of_hf(llama, idx, new_tokens: int, how: str):
+    """() -> idx (B, T) and the likeliest tokens after it. how: "", or "[compiled ]static cache"."""
+    options = dict(attention_mask=torch.ones_like(idx), do_sample=False, max_new_tokens=new_tokens,
+                   min_new_tokens=new_tokens)  # fmt: skip
     if how:
         options |= {"cache_implementation": "static"}
     if "compiled" in how:  # by generate itself, which on a CPU wants to be told

@@ -1,0 +1,143 @@
+"""What every export shares: what it is given, the proof that it says the same, and its model card."""
+
+import copy
+import importlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import TOLERANCE, ModelConfig, Transformer
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.files import atomic_write
+
+ALLOWED = {**TOLERANCE, torch.float16: 1e-2}  # largest error of a logit over the largest logit
+SITES = {
+    "internal": "the two norms of every block",
+    "final": "the norm before the output head",
+    "all": "every norm of the residual stream, the one before the output head too",
+}
+REPLACED = "There is no norm to remove: element-wise functions stand where norms would ({})."
+OTHERWISE = {
+    "coupled": "Removed: one of a block's two statistics; the MLP reuses the attention's (CoupledNorm).",
+    "cbwc": "Removed: the centring of every LayerNorm. The weights are centred for good (CBWC), which leaves "
+    "RMSNorms.",
+    "dyt": REPLACED.format("DyT"),
+    "derf": REPLACED.format("Derf"),
+}
+
+
+@dataclass
+class Job:
+    """One export. `write(job)` of its module fills `folder` and returns {"errors": {type: largest error of a
+    logit over the largest logit}, "how": how to load it, "saves": what it saves and what not}; it raises
+    ModelError for a network that the target cannot hold, and for an error above `ALLOWED`."""
+
+    model: Transformer  # in eval mode on the CPU, its weights as they will be exported
+    tokenizer: Any  # as data.tokenizer.load_tokenizer gives it
+    meta: dict  # of the file it came from
+    path: Path  # that file or folder
+    folder: Path  # to write into
+    sample: torch.Tensor  # (B, T) ids of real text, on which the export is compared with the model
+    text: str = ""  # where that text is from
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # what came before -> type -> error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.tok_emb.weight.dtype
+
+    @torch.no_grad()
+    def logits(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """What the export must say of the sample, computed in `dtype`. (B, T, V)"""
+        return copy.deepcopy(self.model).to(dtype)(self.sample)
+
+
+def prove(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, what: str) -> float:
+    """max |theirs - ours| / max |ours|. Raises: ModelError if it is more than `dtype` explains."""
+    error = ((theirs - ours).abs().max() / ours.abs().max()).item()
+    if not error <= ALLOWED[dtype]:
+        raise ModelError(
+            f"{what} differs by {error:.1e} of the logit scale in {name_of(dtype)}; not exported"
+        )
+    return error
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def needed(package: str):
+    """The module of an optional package. Raises: BadInput if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise BadInput(
+            f"this export needs {package}, which is not installed: pip install -r requirements-export.txt"
+        ) from None
+
+
+def needed_transformers():
+    """The package, without its progress bars and remarks: an error is to be one line. Raises: BadInput."""
+    package = needed("transformers")
+    package.utils.logging.disable_progress_bar()
+    package.utils.logging.set_verbosity_error()
+    return package
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the model card
+
+
+def removed(c: ModelConfig, kind: str) -> str:
+    """What was taken out of a network, in a sentence or two."""
+    if c.taper == "none":
+        return OTHERWISE.get(c.norm, "Nothing is removed: this is the network with all its norms.")
+    norm = "LayerNorm" if c.norm == "layernorm" else "RMSNorm"
+    sites = SITES[c.taper] + (", those of queries and keys" if c.taper_qk else "")
+    left = "moved into the matrix beside it" if c.form == "folded" else "kept as an element-wise step"
+    if kind in ("stock", "gguf"):
+        left = "the gain of a norm that does nothing else"
+    how = "Each was gated away in training (TaperNorm, arXiv 2602.10408)"
+    return f"Removed: {sites} ({norm}). {how}; the fixed scaling that is left of it is {left}."
+
+
+def model_card(job: Job, kind: str, done: dict) -> str:
+    """README.md of an export, with the front matter that model hubs read."""
+    base, c = job.meta.get("base") or {}, job.model.config
+    front = {"library_name": "transformers" if kind in ("hf", "stock") else kind.replace("_", "-")}
+    front |= {"pipeline_tag": "text-generation", "tags": ["nanonorm", kind]}
+    origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`)."
+    if base:
+        front |= {"license": base.get("license") or "other"}
+        front |= {"base_model": base["name"]} if "/" in base["name"] else {}  # else it is a folder's name
+        licence = base.get("license") or "not stated there"
+        origin = f"Made from `{base['name']}` ({base['architecture']}); its licence: {licence}."
+    corpus = job.meta.get("corpus", {}).get("source")
+    trained = [f"Trained on {corpus}."] if corpus else []
+    shape = f"{c.n_layer} blocks, width {c.n_embd}, vocabulary {c.vocab_size:,}, context {c.block_size:,}"
+    B, T = job.sample.shape
+    errors = {**job.errors, "this export": done["errors"]}
+    rows = [(what, name, error) for what, found in errors.items() for name, error in found.items()]
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {job.folder.name}", ""]
+    lines += [removed(c, kind), "", " ".join([origin, *trained, f"{shape}; {name_of(job.dtype)} weights."])]
+    lines += ["", "## How to load it", "", done["how"], "", "## What it saves, and what not", ""]
+    lines += [done["saves"], "", "## Measured error", ""]
+    lines += [f"Largest difference of a logit over the largest logit, on {B} x {T} tokens of {job.text}:", ""]
+    lines += ["| compared with the model it came from | computed in | error |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {name} | {error:.1e} |" for what, name, error in rows), ""])
+
+
+def describe(job: Job, kind: str, done: dict):
+    """Write README.md and nanonorm.json, what a program reads of it."""
+    facts = {"to": kind, "errors": done["errors"], "errors_before": job.errors, "compared_on": job.text}
+    facts |= {"base": job.meta.get("base"), "corpus": job.meta.get("corpus")}
+    facts |= {"dtype": name_of(job.dtype), "network": asdict(job.model.config)}
+    for name, text in (
+        ("README.md", model_card(job, kind, done)),
+        ("nanonorm.json", json.dumps(facts, indent=1)),
+    ):
+        with atomic_write(job.folder / name, "w") as f:
+            f.write(text.rstrip() + "\n")

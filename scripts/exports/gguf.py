@@ -1,0 +1,249 @@
+"""--to=gguf: model.gguf, for llama.cpp and what is built on it; llama.cpp itself is the proof.
+
+A network without norms goes in as a Llama, Qwen3 or GPT-2 whose norms do nothing (stock.py says how), one
+with all of its norms as it is. The file holds float32; llama.cpp's own tools make smaller ones of it. Needs
+gguf, and xllamacpp for the proof.
+"""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import SPACE_MARK, SentencePiece
+from model import ModelConfig
+from nanonorm.errors import ModelError
+from nanonorm.rotary import llama3_frequencies
+from scripts.exports import Job, needed
+from scripts.exports.stock import plain
+
+NAMES = {  # ours -> GGUF's; where there are several, they are rows of ours in this order
+    "tok_emb": ["token_embd"],
+    "pos_emb": ["position_embd"],
+    "norm_attn": ["attn_norm"],
+    "attn.qkv": ["attn_q", "attn_k", "attn_v"],  # a GPT-2 keeps them together
+    "attn.norm_q": ["attn_q_norm"],
+    "attn.norm_k": ["attn_k_norm"],
+    "attn.proj": ["attn_output"],
+    "norm_mlp": ["ffn_norm"],
+    "mlp.gate_up": ["ffn_gate", "ffn_up"],
+    "mlp.up": ["ffn_up"],
+    "mlp.down": ["ffn_down"],
+    "norm_final": ["output_norm"],
+    "lm_head": ["output"],
+}
+AROUND_NUMBERS = (  # what Llama 3 and Qwen split text at; how long a number is tells them apart
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+PRE_TOKENIZERS = {  # expression in a tokenizer.json -> what llama.cpp calls it
+    None: "gpt-2",  # the one that ByteLevel brings along
+    r"\p{N}{1,3}".join(AROUND_NUMBERS): "llama-bpe",
+    r"\p{N}".join(AROUND_NUMBERS): "qwen2",
+}
+TOP = 100  # next tokens that are compared at a position
+# Largest error over the largest logit. llama.cpp looks a GELU up in a table of half-precision numbers.
+TOLERANCE = {"swiglu": 1e-4, "gelu": 1e-2}
+HOW = "`llama-cli -m model.gguf`, or any program that is built on llama.cpp; its architecture is `{}`."
+SAVES = """Nothing: where norms are gone llama.cpp still computes norms, which change nothing. What is faster
+without norms is the network itself: `--to=hf` or `--to=onnx`."""
+
+
+def architecture(c: ModelConfig) -> str:
+    """llama.cpp's name for a plain network of this shape. Raises: ModelError if it has none."""
+    kind = (c.norm, c.positions, c.mlp)
+    if kind == ("rmsnorm", "rope", "swiglu") and not c.qk_norm:
+        return "llama"
+    if kind == ("rmsnorm", "rope", "swiglu") and not (c.bias or c.qkv_bias or c.rope_scaling):
+        return "qwen3"
+    if kind == ("layernorm", "learned", "gelu") and c.bias and c.norm_bias and not c.qk_norm:
+        return "gpt2"
+    knobs = ("norm", "norm_bias", "positions", "rope_scaling", "mlp", "bias", "qkv_bias", "qk_norm")
+    shape = ", ".join(f"{knob}={getattr(c, knob)}" for knob in knobs)
+    raise ModelError(f"llama.cpp has no architecture with {shape}; use --to=hf or --to=onnx")
+
+
+def adjacent(rows, heads: int):
+    """Rows of queries or keys for a rotation of adjacent pairs; ours turns pairs half a head apart.
+    (heads C, ...) -> (heads C, ...)"""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def tensors(c: ModelConfig, state: dict, arch: str):
+    """Yields (GGUF's name, float32 tensor) of every tensor of a plain network."""
+    heads = (c.n_head, c.n_kv_head, c.n_kv_head)
+    rows = {"attn.qkv": [n * c.head_dim for n in heads], "mlp.gate_up": [c.hidden, c.hidden]}
+    names = NAMES | ({"attn.qkv": ["attn_qkv"]} if arch == "gpt2" else {})
+    for name, t in state.items():
+        block, part, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
+        prefix = "" if block is None else f"blk.{block}."
+        pieces = t.float().split(rows[part]) if len(names[part]) > 1 else [t.float()]
+        for new, piece, n in zip(names[part], pieces, heads, strict=False):
+            turned = arch == "llama" and new in ("attn_q", "attn_k")
+            yield f"{prefix}{new}.{kind}", adjacent(piece, n) if turned else piece
+    if c.rope_scaling is not None:
+        frequency = 1.0 / c.rope_base ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+        yield "rope_freqs.weight", frequency / llama3_frequencies(frequency, *c.rope_scaling)
+
+
+def add_shape(writer, c: ModelConfig):
+    """Write the architecture's numbers."""
+    writer.add_context_length(c.block_size)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_block_count(c.n_layer)
+    writer.add_feed_forward_length(c.hidden)
+    writer.add_head_count(c.n_head)
+    writer.add_head_count_kv(c.n_kv_head)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_file_type(needed("gguf").LlamaFileType.ALL_F32)
+    if c.norm == "layernorm":
+        writer.add_layer_norm_eps(c.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(c.norm_eps)
+    if c.positions == "rope":
+        writer.add_rope_dimension_count(c.head_dim)
+        writer.add_rope_freq_base(c.rope_base)
+
+
+def sentencepiece_tokens(writer, tokenizer) -> dict:
+    """{id: (piece, type, score)} of a SentencePiece model."""
+    p, kinds = tokenizer.processor, needed("gguf").TokenType
+    tests = [(p.is_unknown, kinds.UNKNOWN), (p.is_control, kinds.CONTROL), (p.is_byte, kinds.BYTE)]
+    found = {}
+    for i in range(p.vocab_size()):
+        kind = next((kind for holds, kind in tests if holds(i)), kinds.NORMAL)
+        found[i] = (p.id_to_piece(i), kind, p.get_score(i))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_unk_token_id(p.unk_id())
+    return found
+
+
+def bpe_tokens(writer, tokenizer) -> dict:
+    """{id: (token, type, score)} of a tokenizer.json; what else it holds is written.
+
+    Raises: ModelError if it is no byte-pair encoding, or splits text as llama.cpp does not.
+    """
+    file, kinds = json.loads(tokenizer.files["tokenizer.json"]), needed("gguf").TokenType
+    model = file["model"]
+    if "merges" not in model:
+        raise ModelError(f"{tokenizer.name} is no byte-pair encoding; use --to=stock or --to=hf")
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    tokens = {i: token for token, i in model["vocab"].items()}
+    scores, types = dict.fromkeys(tokens, 0.0), dict.fromkeys(tokens, kinds.NORMAL)
+    if model.get("byte_fallback"):  # was SentencePiece's: a piece's score is when it is made
+        made = {"".join(merge): -float(i) for i, merge in reversed(list(enumerate(merges)))}
+        scores = {i: made.get(token, 0.0) for i, token in tokens.items()}
+        types |= {i: kinds.BYTE for i, token in tokens.items() if re.fullmatch("<0x[0-9A-F]{2}>", token)}
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer(file, tokenizer.name))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+    for added in file["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+    return {i: (token, types[i], scores.get(i, 0.0)) for i, token in tokens.items()}
+
+
+def pre_tokenizer(file: dict, name: str) -> str:
+    """llama.cpp's name for how a tokenizer.json splits text. Raises: ModelError if it has none."""
+    steps = file.get("pre_tokenizer") or {}
+    *before, last = steps.get("pretokenizers", [steps])
+    split = before[0].get("pattern", {}).get("Regex") if before else None
+    bytewise = last.get("type") == "ByteLevel" and not last.get("add_prefix_space", True)
+    whole = len(before) <= 1 and last.get("use_regex", True) is (split is None)
+    normal = (file.get("normalizer") or {}).get("type")  # llama.cpp has none, which text in NFC cannot tell
+    if bytewise and whole and split in PRE_TOKENIZERS and normal in (None, "NFC"):
+        return PRE_TOKENIZERS[split]
+    known = ", ".join(PRE_TOKENIZERS.values())
+    raise ModelError(f"{name} splits text as none of llama.cpp's {known} does; use --to=stock or --to=hf")
+
+
+def add_tokenizer(writer, tokenizer, vocab_size: int):
+    """Write the tokenizer, with a name for every id that the network has beyond it."""
+    read = sentencepiece_tokens if isinstance(tokenizer, SentencePiece) else bpe_tokens
+    known, unused = read(writer, tokenizer), needed("gguf").TokenType.UNUSED
+    listed = [known.get(i, (f"[PAD{i}]", unused, 0.0)) for i in range(vocab_size)]
+    tokens, types, scores = map(list, zip(*listed, strict=True))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores(scores)
+    writer.add_add_space_prefix(tokens[tokenizer.encode("a")[0]].startswith(SPACE_MARK))
+    writer.add_add_bos_token(tokenizer.bos_id is not None)
+    writer.add_bos_token_id(tokenizer.eot_id if tokenizer.bos_id is None else tokenizer.bos_id)
+    writer.add_eos_token_id(tokenizer.eot_id)
+    for other in sorted(tokenizer.end_ids - {tokenizer.eot_id})[:1]:  # there is room for one more
+        writer.add_eot_token_id(other)
+    if template := getattr(tokenizer, "template", None):
+        writer.add_chat_template(template)
+
+
+@torch.no_grad()
+def proof(path: Path, job: Job, mlp: str) -> float:
+    """max |difference of log-probabilities| / max |logit| between llama.cpp and the network, over the TOP
+    likeliest next tokens at the first and last positions of the job's sample.
+
+    Raises: ModelError if that is too much, if llama.cpp does not run the file, or if it cuts the sample's
+    text into other tokens.
+    """
+    sample, tokenizer = job.sample, job.tokenizer
+    T = min(sample.shape[1], job.model.config.block_size - 1)  # it must have room for one more
+    at = sorted({*range(min(T, 16)), *range(max(0, T - 32), T)})
+    texts = [tokenizer.decode(row).replace(SPACE_MARK, " ") for row in sample.tolist()]
+    top = min(TOP, job.model.config.vocab_size)
+    asked = {"path": str(path), "rows": sample.tolist(), "positions": at, "texts": texts, "top": top}
+    asked |= {"choice": tokenizer.encode("a")[-1], "threads": torch.get_num_threads()}
+    command = [sys.executable, "-P", str(Path(__file__).with_name("llama_cpp.py"))]
+    run = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if "rror" in line]  # the first names the cause
+        raise ModelError(f"llama.cpp does not run the file: {[*lines, f'status {run.returncode}'][0]}")
+    said = json.loads(run.stdout.splitlines()[-1])
+    if said["tokens"] != [tokenizer.encode(text) for text in texts]:
+        raise ModelError(
+            f"llama.cpp cuts text into other tokens than {tokenizer.name}; use --to=stock or --to=hf"
+        )
+    logits = job.logits(torch.float32)[:, at].double()  # (B, positions, V)
+    ids, theirs = torch.tensor(said["logprobs"], dtype=torch.float64).unbind(-1)  # (B, positions, TOP)
+    ours = logits.log_softmax(-1).gather(-1, ids.long())
+    least = -80.0  # of probabilities below the smallest float32 llama.cpp gives no logarithm
+    error = ((ours.clamp_min(least) - theirs.clamp_min(least)).abs().max() / logits.abs().max()).item()
+    if not error <= TOLERANCE[mlp]:
+        raise ModelError(f"llama.cpp differs by {error:.1e} of the logit scale; not exported")
+    return error
+
+
+def write(job: Job) -> dict:
+    """Write model.gguf into job.folder and have llama.cpp prove it.
+
+    Returns: as Job says. Raises: ModelError for what llama.cpp has no place for, or computes otherwise;
+    BadInput for a missing package.
+    """
+    gguf, _ = needed("gguf"), needed("xllamacpp")
+    file = plain(job.model if job.dtype == torch.float32 else copy.deepcopy(job.model).float())
+    config, path = ModelConfig(**file["config"]), job.folder / "model.gguf"
+    arch = architecture(config)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(job.path.stem)
+    if base := job.meta.get("base"):
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, base["name"])
+        writer.add_license(base.get("license") or "other")
+    add_shape(writer, config)
+    add_tokenizer(writer, job.tokenizer, config.vocab_size)
+    for name, t in tensors(config, file["state"], arch):
+        writer.add_tensor(name, t.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    error = proof(path, job, config.mlp)
+    return {"errors": {"float32": error}, "how": HOW.format(arch), "saves": SAVES}

@@ -1,0 +1,135 @@
+"""--to=hf: a folder for transformers. A network that is one of its classes goes out as that class; any other
+brings its own code: modeling_nanonorm.py, model.py and what that imports, loaded with trust_remote_code.
+
+transformers copies the files of one folder and knows no packages in it, so they stand side by side there and
+import each other as `.name`.
+"""
+
+import ast
+import importlib.util
+import json
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from model import RMSNorm, Transformer, exports
+from nanonorm.errors import ModelError
+from nanonorm.files import ROOT, atomic_write
+from nanonorm.hub import FAMILIES, misfits, write_weights
+from scripts.exports import Job, name_of, needed_transformers, prove
+from scripts.exports.stock import HOW, plain, write_class
+from scripts.exports.tokenizer_json import token_ids, write_tokenizer
+
+HERE = Path(__file__).parent
+OWN_HOW = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+```
+
+Written for transformers 4.57 and 5.23; it needs nothing beside them and torch. Read the code before you trust
+it: `modeling_nanonorm.py` is the wrapper, the rest is nanonorm's own (MIT licence, `LICENSE.nanonorm`).
+transformers 4 keeps such code by the name of its folder: give each export a name of its own."""
+SAVES = {
+    "none": "It is the network as it was trained: nothing is saved.",
+    "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
+    " results/speed.md of nanonorm.",
+    "some": "The norms that are named above are not computed any more; the others are.",
+}
+
+
+def copied() -> dict[str, str]:
+    """{file name: text} of model.py and of all it imports from nanonorm, with flat imports."""
+    texts, waiting = {}, [ROOT / "model.py"]
+    while waiting:
+        path = waiting.pop()
+        if path.name in texts:
+            continue
+        source = HERE / "typed.py" if path.name == "typed.py" else path  # nanonorm's own needs pydantic
+        lines = source.read_text().splitlines(keepends=True)
+        for node in ast.walk(ast.parse("".join(lines))):
+            room, _, name = (getattr(node, "module", None) or "").partition(".")
+            if isinstance(node, ast.ImportFrom) and room == "nanonorm":
+                at = node.lineno - 1
+                lines[at] = lines[at].replace(f"from nanonorm.{name} ", f"from .{name} ")
+                waiting.append(ROOT / "nanonorm" / f"{name}.py")
+        texts[path.name] = "".join(lines)
+    wrapper = (HERE / "modeling_nanonorm.py").read_text()
+    wrapper += "\n\n# transformers 4 copies only what this file itself imports\n"
+    wrapper += "".join(f"from .{Path(name).stem} import __name__ as _\n" for name in sorted(texts))
+    return texts | {"modeling_nanonorm.py": wrapper}
+
+
+def config_of(job: Job) -> dict:
+    """config.json: what transformers asks of any model, and our own settings as `network`."""
+    classes = {"AutoConfig": "NanonormConfig", "AutoModelForCausalLM": "NanonormForCausalLM"}
+    return {
+        "model_type": "nanonorm",
+        "architectures": ["NanonormForCausalLM"],
+        "auto_map": {auto: f"modeling_nanonorm.{name}" for auto, name in classes.items()},
+        "dtype": name_of(job.dtype),
+        "torch_dtype": name_of(job.dtype),  # what transformers 4 calls it
+        **token_ids(job.tokenizer),
+        "vocab_size": job.model.config.vocab_size,
+        "network": asdict(job.model.config),
+    }
+
+
+def load(folder: Path, dtype: torch.dtype):
+    """The model of a folder, by its own code; transformers would keep a copy of the code in its cache."""
+    spec = importlib.util.spec_from_file_location(
+        "exported", folder / "modeling_nanonorm.py", submodule_search_locations=[str(folder)]
+    )
+    try:
+        sys.modules["exported"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.NanonormForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "exported"]:
+            del sys.modules[name]
+
+
+def stock_file(model: Transformer) -> dict | None:
+    """The network as a file, if it is one of transformers' classes as it stands, no norm removed."""
+    if model.config.taper != "none":
+        return None
+    with suppress(ModelError):  # a norm that no class has
+        file = plain(model)
+        if not all(misfits(file["config"], family) for family in FAMILIES.values()):
+            return file
+    return None
+
+
+def write(job: Job) -> dict:
+    """Fill the folder; returns what Job says of it. Raises: ModelError, BadInput."""
+    file = stock_file(job.model)
+    if file is None:
+        return write_own(job)
+    how, saves = HOW.format(dtype=name_of(job.dtype)), SAVES["none"]
+    return {"errors": write_class(job, file), "how": how, "saves": saves}
+
+
+def write_own(job: Job) -> dict:
+    """The folder of a network that no class of transformers is."""
+    needed_transformers()
+    texts = copied() | {"config.json": json.dumps(config_of(job), indent=1) + "\n"}
+    texts["LICENSE.nanonorm"] = (ROOT / "LICENSE").read_text()
+    for name, text in texts.items():
+        with atomic_write(job.folder / name, "w") as f:
+            f.write(text)
+    write_weights({f"net.{n}": t.contiguous() for n, t in job.model.state_dict().items()}, job.folder)
+    write_tokenizer(job)
+    errors = {}
+    for dtype in {torch.float64, job.dtype}:
+        wide = torch.promote_types(dtype, torch.float32)
+        logits = load(job.folder, dtype)(input_ids=job.sample).logits.to(wide)
+        errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
+    c = job.model.config
+    gone = "none" if len(exports(c)) == 1 else "some"
+    if c.taper == "all" and not any(isinstance(m, RMSNorm) for m in job.model.modules()):
+        gone = "all"
+    return {"errors": errors, "how": OWN_HOW.format(dtype=name_of(job.dtype)), "saves": SAVES[gone]}

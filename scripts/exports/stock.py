@@ -1,0 +1,113 @@
+"""--to=stock: a network without norms as a checkpoint of a class that transformers has.
+
+A norm with an enormous eps only scales: x / sqrt(mean(x^2) + 2^60) * (2^30 w) is x w to the last bits of
+float32 while mean(x^2) is below 2^36. So a network whose norms have all tapered is a plain Llama, Qwen2,
+Qwen3 or GPT-2, and runs wherever those run. All norms of a network share one eps: none of them may be real.
+"""
+
+from dataclasses import asdict, replace
+
+import torch
+
+from model import Transformer, fold
+from nanonorm.errors import ModelError
+from nanonorm.hub import read_pretrained, write_pretrained
+from scripts.exports import Job, name_of, needed_transformers, prove
+from scripts.exports.tokenizer_json import token_ids, write_tokenizer
+
+EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
+ENORMOUS = 2.0**60
+SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class runs:
+transformers, llama.cpp (`--to=gguf`) and MLX were tried; vLLM should take it, and was not. What is faster
+without norms is the network itself: `--to=hf` or `--to=onnx`."""
+HOW = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```"""
+
+
+def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
+    """{"config", "state", "meta"} of a network with the same logits that has norms everywhere: its own where
+    none was changed, and norms of an enormous eps where all have tapered.
+
+    eps: a power of 4. Raises: ModelError, naming the export that would work.
+    """
+    c = model.config
+    if c.norm == "cbwc" and c.form == "folded" and not c.norm_bias:  # its matrices are centred for good
+        c = replace(c, norm="rmsnorm", norm_bias=True)
+    if c.taper == "none" and c.norm in ("rmsnorm", "layernorm") and c.form != "weightless":
+        return {"config": asdict(replace(c, form="trained")), "state": model.state_dict(), "meta": model.meta}
+    refuse(model)
+    norm = c.norm
+    if norm == "layernorm" and c.positions == "rope":
+        # the centring moves into the matrices: a Llama's norm has none
+        model, norm = model if c.form == "folded" else fold(model), "rmsnorm"
+    state, root = model.state_dict(), eps**0.5
+    parts = {"": (("norm_final", c.n_embd),)}
+    qk = [("attn.norm_q", c.head_dim), ("attn.norm_k", c.head_dim)] if c.qk_norm else []
+    for i in range(c.n_layer):
+        parts[f"blocks.{i}."] = (("norm_attn", c.n_embd), ("norm_mlp", c.n_embd), *qk)
+    for prefix, sites in parts.items():
+        for name, width in sites:
+            gain = state.get(f"{prefix}{name}.weight", torch.ones(width, dtype=model.tok_emb.weight.dtype))
+            state[f"{prefix}{name}.weight"] = gain * root  # a power of 2: exact
+            if norm == "layernorm" and c.norm_bias:
+                state.setdefault(f"{prefix}{name}.bias", torch.zeros_like(gain))
+    config = replace(
+        c, form="trained", norm=norm, taper="none", taper_qk=False, norm_eps=eps, aux_weight=0.0,
+        calib_skip_first=False, norm_bias=c.norm_bias or norm == "rmsnorm",
+        tie_embeddings=model.lm_head is None,
+    )  # fmt: skip
+    return {"config": asdict(config), "state": state, "meta": model.meta}
+
+
+def refuse(model: Transformer):
+    """Raises: ModelError for a network in which a norm, or what stands for one, does more than scale."""
+    c = model.config
+    if c.norm in ("coupled", "cbwc", "dyt", "derf"):
+        raise ModelError(f"no stock class computes norm={c.norm}; use --to=hf or --to=onnx")
+    if c.form not in ("folded", "unfused"):
+        raise ModelError(f"form={c.form} keeps its norms; a stock class needs them gone: --form=unfused")
+    if c.taper != "all":
+        kept = "the output norm" if c.taper == "internal" else "the blocks' norms"
+        why = f"taper={c.taper} keeps {kept}, and a stock class has one eps for all of its norms"
+        raise ModelError(f"{why}; train with taper=all, or use --to=hf or --to=onnx")
+    if c.qk_norm and not c.taper_qk:
+        why = "the norms of queries and keys are kept, and a stock class has one eps for all of its norms"
+        raise ModelError(f"{why}; train with taper_qk=True, or use --to=hf or --to=onnx")
+    shifted = c.norm == "layernorm" and c.norm_bias
+    if shifted and c.positions == "rope":
+        why = "the last LayerNorm's shift would be a bias of the output head, which a stock Llama lacks"
+        raise ModelError(f"{why}; train with norm_bias=False, or use --to=hf or --to=onnx")
+    if model.lm_head is not None and model.lm_head.bias is not None:
+        why = "its output head has a bias, which a stock class lacks"
+        raise ModelError(f"{why}: give the unfused.pt or the ckpt.pt that it was folded with")
+
+
+@torch.no_grad()
+def write_class(job: Job, file: dict) -> dict[str, float]:
+    """Write the folder of a stock class, and read it again: by our own reader in float64, and by transformers
+    in its own type. Returns the errors of both."""
+    transformers = needed_transformers()
+    base = (job.meta.get("base") or {}) | token_ids(job.tokenizer)
+    write_pretrained({**file, "meta": {"base": base}}, job.folder)
+    write_tokenizer(job)
+    again = Transformer.from_file(read_pretrained(job.folder), job.folder)
+    exact = job.dtype if job.dtype in EPS else torch.float64  # a smaller eps shows in float64 too
+    errors = {"float64": prove(job.logits(), again.double()(job.sample), exact, "the file read again")}
+    dtype = torch.float32 if job.dtype == torch.float64 else job.dtype  # their norms are float32 at most
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=dtype).eval()
+    ours, logits = job.logits(torch.float32), theirs(input_ids=job.sample, use_cache=False).logits.float()
+    return errors | {name_of(dtype): prove(ours, logits, dtype, type(theirs).__name__)}
+
+
+def write(job: Job) -> dict:
+    """A stock class's folder of a network without norms. Raises: ModelError."""
+    if job.model.config.taper == "none" and job.model.config.norm in ("rmsnorm", "layernorm"):
+        raise ModelError(
+            "it has all its norms, so there is nothing to take out; --to=hf writes the class it is"
+        )
+    errors = write_class(job, plain(job.model, EPS.get(job.dtype, ENORMOUS)))
+    return {"errors": errors, "how": HOW.format(dtype=name_of(job.dtype)), "saves": SAVES}

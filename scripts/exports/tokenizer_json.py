@@ -1,0 +1,81 @@
+"""The tokenizer of a folder that transformers loads; a SentencePiece model becomes a tokenizer.json."""
+
+import json
+
+from data.tokenizer import SentencePiece, Tokenizer, tokenizers_package
+from nanonorm.errors import ModelError
+from nanonorm.files import atomic_write
+
+PROBE = "def f(x):\r\n\treturn 'Müller, 東京 😀'   # 3.14\n"
+
+
+def from_sentencepiece(tokenizer: SentencePiece):
+    """A tokenizers.Tokenizer that gives the same ids.
+
+    But for two kinds of text: U+2581, which becomes a space (ours keeps its bytes), and a special token
+    spelled out, unless it is told to split those. Raises: BadInput without `tokenizers`.
+    """
+    package, p = tokenizers_package(), tokenizer.processor
+    pieces = [p.id_to_piece(i) for i in range(p.vocab_size())]
+    special = [i for i in range(len(pieces)) if p.is_control(i) or p.is_unknown(i)]
+    bytes_ = [i for i in range(len(pieces)) if p.is_byte(i)]
+    normal = {piece: i for i, piece in enumerate(pieces) if i not in {*special, *bytes_}}
+    # SentencePiece joins the best-scored pair first, whatever two pieces it is made of
+    joins = []
+    for piece, i in normal.items():
+        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [(left, right) for left, right in halves if left in normal and right in normal]
+        joins += [(-p.get_score(i), i, normal[left], normal[right]) for left, right in known]
+    merges = [(pieces[left], pieces[right]) for *_, left, right in sorted(joins)]
+    model = package.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, merges,
+        unk_token=pieces[p.unk_id()], fuse_unk=True, byte_fallback=True,
+    )  # fmt: skip
+    core, decoders = package.Tokenizer(model), package.decoders
+    core.normalizer = package.normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens([package.AddedToken(pieces[i], normalized=False) for i in special])
+    return core
+
+
+def token_ids(tokenizer: Tokenizer) -> dict:
+    """The ids that a config.json and a generation_config.json name; a begin token only where it is used."""
+    ends = sorted(tokenizer.end_ids)
+    ids = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.eot_id}
+    return ids if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **ids}
+
+
+def files_of(tokenizer: Tokenizer, block_size: int) -> dict[str, bytes]:
+    """{name: bytes} of a folder's tokenizer; one that came as a tokenizer.json goes as it came.
+
+    Raises: ModelError if the ids are not the same.
+    """
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
+    settings |= {"pad_token": tokenizer.end_token, "padding_side": "left", "model_max_length": block_size}
+    settings |= {"clean_up_tokenization_spaces": False}
+    generation = token_ids(tokenizer)
+    if isinstance(tokenizer, SentencePiece):
+        core = from_sentencepiece(tokenizer)
+        core.encode_special_tokens = True
+        if core.encode(PROBE, add_special_tokens=False).ids != tokenizer.encode(PROBE):
+            raise ModelError(f"{tokenizer.name} cannot be written as a tokenizer.json: its ids would differ")
+        # as ours, it takes a special token that is spelled out for text
+        settings |= {"unk_token": core.model.unk_token, "split_special_tokens": True}
+        files = {"tokenizer.json": core.to_str(pretty=True).encode()}
+    else:
+        files = dict(tokenizer.files)
+        settings |= json.loads(files.get("tokenizer_config.json", "{}"))
+        if (
+            settings["tokenizer_class"] == "TokenizersBackend"
+        ):  # its name in transformers 5; 4 knows the older
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        generation |= json.loads(files["generation_config.json"])
+    made = {"tokenizer_config.json": settings, "generation_config.json": generation}
+    return files | {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in made.items()}
+
+
+def write_tokenizer(job):
+    """Write the tokenizer and generation_config.json into job.folder."""
+    for name, content in files_of(job.tokenizer, job.model.config.block_size).items():
+        with atomic_write(job.folder / name) as f:
+            f.write(content)

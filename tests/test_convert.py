@@ -1,0 +1,513 @@
+"""The command that exports, and its two targets that transformers reads: a class of its own, and ours."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize, same_state, scale_of_difference, state_of
+from running import ROOT, refused, train
+
+from data.tokenizer import load_tokenizer
+from model import ModelConfig, Transformer, fold, unfuse
+from nanonorm.files import write_file
+from nanonorm.hub import open_model
+from scripts import exports as shared
+from scripts.exports import hf, tokenizer_json
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+CONVERT = "scripts/convert.py"
+SIZE = {"vocab_size": 400, "block_size": 48, "n_layer": 2, "n_head": 4, "n_embd": 32}
+SHAPES = {
+    "ours": {},
+    "llama": {"n_kv_head": 2, "hidden": 40, "norm_eps": 1e-5, "rope_scaling": (4.0, 1.0, 4.0, 16.0)},
+    "qwen2": {"n_kv_head": 1, "qkv_bias": True, "tie_embeddings": False},
+    "qwen3": {"n_kv_head": 2, "qk_norm": True, "head_dim": 16},
+    "gpt2": {"positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm", "norm_eps": 1e-5},
+}
+STOCK = {"ours": "Llama", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+CHANGES = {
+    "baseline": {},
+    "internal": {"taper": "internal"},
+    "all": {"taper": "all"},
+    "coupled": {"norm": "coupled"},
+    "cbwc": {"norm": "cbwc"},
+}
+EXACT, SINGLE = 1e-9, 1e-5  # of the logit scale: in float64; in float32, at two layers
+
+
+def network(shape: str, change: str = "baseline", dtype=torch.float64, **more) -> Transformer:
+    """A network in eval mode, everything in it random; what tapers is at gate 0."""
+    knobs = {**SIZE, **SHAPES[shape], **CHANGES[change], **more}
+    knobs["taper_qk"] = more.get("taper_qk", change == "all" and bool(knobs.get("qk_norm")))
+    model = randomize(Transformer(ModelConfig(**knobs)).to(dtype), std=0.1)
+    model.set_phase("scale" if change in ("internal", "all") else "norm")
+    model.gate.fill_(0.0)
+    return model.eval()
+
+
+@pytest.fixture
+def saved(corpus, tmp_path):
+    """A function that writes a network as a model file, with its tokenizer beside it; returns its path."""
+
+    def save(model: Transformer, name: str = "model.pt", **meta) -> Path:
+        folder = tmp_path / "source"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+        write_file(model.to_file({"phase": model.phase, "gate": 0.0, **meta}), folder / name)
+        return folder / name
+
+    return save
+
+
+@pytest.fixture
+def code_cache(tmp_path, monkeypatch):
+    """A place of this test's own for the code that transformers copies."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+def convert(source: Path, to: str, out: Path, *more) -> Path:
+    train(source, f"--to={to}", f"--out={out}", *more, program=CONVERT)
+    return out
+
+
+def opened(folder: Path, dtype=torch.float64):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=dtype
+    ).eval()
+
+
+def ids(*shape, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 400, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / "nanonorm.json").read_text())
+
+
+def nothing_left(folder: Path) -> bool:
+    """True if no export and no part of one stands in a folder."""
+    return {path.name for path in folder.iterdir()} <= {"source", "modules"}
+
+
+def assert_generates(theirs, ours: Transformer):
+    """Greedy text with a cache, without, in a padded batch, and by beams equals ours."""
+    prompt, n = ids(1, 9, seed=1), 12
+    wanted = ours.generate(prompt, n, temperature=0)
+    how = {"max_new_tokens": n, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    for cache in ({"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}):
+        if cache.get("cache_implementation") and int(transformers.__version__.split(".")[0]) < 5:
+            continue
+        assert torch.equal(theirs.generate(prompt, **how, **cache), wanted), cache
+    short = ids(1, 5, seed=2)
+    rows = torch.cat((torch.cat((torch.ones(1, 4, dtype=torch.long), short), 1), prompt))
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    both = theirs.generate(rows, attention_mask=mask, **how)
+    assert torch.equal(both[:1, 4:], ours.generate(short, n, temperature=0))
+    assert torch.equal(both[1:], wanted)
+    beams = [theirs.generate(prompt, **how, num_beams=3, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*beams)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# --to=hf
+
+
+SLOW = pytest.mark.slow
+AT_ONCE = [  # each shape and each change once; the other cells are slow tests
+    ("llama", "baseline"), ("gpt2", "baseline"), ("gpt2", "internal"), ("qwen3", "all"), ("qwen2", "coupled"),
+    ("ours", "cbwc"),
+]  # fmt: skip
+CELLS = [
+    pytest.param(shape, change, marks=[] if (shape, change) in AT_ONCE else SLOW)
+    for shape in SHAPES
+    for change in CHANGES
+]
+
+
+@pytest.mark.parametrize("shape, change", CELLS)
+def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tmp_path, code_cache):
+    ours = network(shape, change)
+    state = state_of(ours)
+    out = convert(saved(ours), "hf", tmp_path / f"{shape}_{change}")
+    theirs, idx = opened(out), ids(3, 48)
+    stock = type(theirs).__name__ == f"{STOCK[shape]}{'LMHead' if shape == 'gpt2' else 'ForCausalLM'}" + (
+        "Model" if shape == "gpt2" else ""
+    )
+    assert stock == (change == "baseline") and (out / "modeling_nanonorm.py").exists() != stock
+    # the classes of transformers compute a norm's statistic in float32
+    tolerance = SINGLE if stock and shape != "gpt2" else EXACT
+    with torch.no_grad():
+        assert scale_of_difference(theirs(idx).logits, ours(idx)) <= tolerance
+        assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
+    assert max(facts(out)["errors"].values()) <= SINGLE and facts(out)["errors"]["float64"] <= EXACT
+    assert_generates(theirs, ours.double())
+    if stock:
+        again = Transformer.from_file(*open_model(out))
+        assert same_state(again.state_dict(), state)
+
+
+@pytest.mark.parametrize("norm", ["dyt", "derf"])
+def test_what_replaces_a_norm_goes_out_as_own_code(norm, saved, tmp_path, code_cache):
+    ours = network("ours", norm=norm, aux_weight=0.1)
+    theirs = opened(convert(saved(ours), "hf", tmp_path / norm))
+    with torch.no_grad():
+        assert scale_of_difference(theirs(ids(2, 48)).logits, ours(ids(2, 48))) <= EXACT
+
+
+def test_cbwc_without_shifts_is_a_plain_llama(saved, tmp_path):
+    ours = network("llama", "cbwc", norm_bias=False)
+    out = convert(saved(ours), "hf", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    again = Transformer.from_file(*open_model(out))
+    assert scale_of_difference(again(ids(2, 48)), ours(ids(2, 48))) <= EXACT
+
+
+def test_what_else_a_model_of_transformers_can_do(saved, tmp_path, code_cache):
+    """Hidden states, a loss, the last logits alone, larger embeddings, and its own way to a folder."""
+    ours = network("ours", "internal")
+    theirs, idx = opened(convert(saved(ours), "hf", tmp_path / "whole")), ids(2, 20)
+    with torch.no_grad():
+        said = theirs(idx, labels=idx, output_hidden_states=True)
+        assert len(said.hidden_states) == 3
+        logits = ours(idx)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+        assert scale_of_difference(theirs(idx, logits_to_keep=1).logits, logits[:, -1:]) <= EXACT
+    assert abs(said.loss - loss) <= 1e-6  # theirs is float32
+    theirs.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(opened(tmp_path / "again")(idx).logits, theirs(idx).logits)
+        theirs.resize_token_embeddings(410)
+        assert theirs(idx).logits.shape == (2, 20, 410 if theirs.net.lm_head is None else 400)
+        with pytest.raises(ValueError, match="more than the context"):
+            theirs(ids(1, 49))
+    padded = theirs(idx, attention_mask=torch.tensor([[0] * 4 + [1] * 16, [1] * 20])).logits
+    assert padded.isfinite().all()
+
+
+def test_the_tokenizer_goes_along(saved, corpus, tmp_path, code_cache):
+    out = convert(saved(network("ours", "internal")), "hf", tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    ours, text = load_tokenizer(corpus), "def f(x):\n    return '東京' <|endoftext|> 😀\r\n"
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.eot_id
+    batch = theirs(["a", "def f(x):"], padding=True, return_tensors="pt")
+    assert batch["attention_mask"][0, 0] == 0  # on the left
+    made = json.loads((out / "generation_config.json").read_text())
+    assert made["eos_token_id"] == made["pad_token_id"] == ours.eot_id
+
+
+def test_a_tokenizer_json_goes_as_it_came(corpus, tmp_path):
+    """With several end tokens and a template, through a folder that transformers itself wrote."""
+    source = tmp_path / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40,
+        max_position_embeddings=32, eos_token_id=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    core = tokenizer_json.from_sentencepiece(load_tokenizer(corpus))
+    special = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0]['content'] }}"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
+    out = convert(source, "hf", tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [1, 7]
+    assert load_tokenizer(out).end_ids == {1, 7}
+    card = (out / "README.md").read_text()
+    assert "Made from `llama` (LlamaForCausalLM); its licence: not stated there" in card
+    assert 'license: "other"' in card and "base_model" not in card
+
+
+def random_texts(n: int):
+    """Code, words of many scripts, and any code points but the three kinds that cannot be equal."""
+    rng = random.Random(0)
+    source = (ROOT / "model.py").read_text()
+    alphabets = [
+        "abc XYZ_019.,()[]\n\t\r\0",
+        "äöüßéñçøœ ",
+        "дйё Ωλπ ",
+        "東京日本語 ",
+        "😀👍🏽👩‍💻 ",
+        "עברית عربى ",
+    ]
+    for _ in range(n):
+        kind, length = rng.randrange(4), rng.randrange(120)
+        if kind == 0:
+            start = rng.randrange(len(source))
+            yield source[start : start + length]
+        elif kind == 1:
+            yield "".join(rng.choices(rng.choice(alphabets), k=length))
+        elif kind == 2:
+            yield "".join(
+                chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
+                for _ in "x" * length
+            )
+        else:
+            yield " " * rng.randrange(40) + rng.choice(["x", "\n", "\t", ""]) * rng.randrange(9)
+
+
+@pytest.mark.parametrize("n", [2000, pytest.param(20_000, marks=SLOW)])
+def test_the_ids_are_ours(n, corpus):
+    ours = load_tokenizer(corpus)
+    core = tokenizer_json.from_sentencepiece(ours)
+    core.encode_special_tokens = True
+    texts = [text for text in random_texts(n) if "▁" not in text]
+    texts += ["<|endoftext|>", "a<unk>b", "<0x41>", "the  the\n\n  the"]
+    theirs = [row.ids for row in core.encode_batch(texts, add_special_tokens=False)]
+    assert theirs == ours.encode_batch(texts)
+    assert [core.decode(row) for row in theirs] == texts
+
+
+# ---------------------------------------------------------------------------------------------------------
+# --to=stock
+
+
+FORMS_AT_ONCE = [("llama", "folded"), ("qwen3", "ckpt"), ("gpt2", "unfused"), ("gpt2", "folded")]
+FORMS = [
+    pytest.param(shape, form, marks=[] if (shape, form) in FORMS_AT_ONCE else SLOW)
+    for shape in SHAPES
+    for form in ("ckpt", "unfused", "folded")
+]
+
+
+@pytest.mark.parametrize("shape, form", FORMS)
+def test_a_network_without_norms_is_a_stock_class(shape, form, saved, capsys, tmp_path):
+    ours = network(shape, "all")
+    source = saved({"ckpt": lambda m: m, "unfused": unfuse, "folded": fold}[form](ours), f"{form}.pt")
+    if shape == "gpt2" and form == "folded":
+        error = refused(capsys, source, "--to=stock", f"--out={tmp_path / 'out'}", program=CONVERT)
+        assert "its output head has a bias" in error and "unfused.pt" in error and nothing_left(tmp_path)
+        return
+    out = convert(source, "stock", tmp_path / "out")
+    theirs, idx = opened(out, torch.float32), ids(3, 48)
+    assert type(theirs).__module__.startswith(f"transformers.models.{STOCK[shape].lower()}.")
+    again = Transformer.from_file(*open_model(out))
+    assert again.config.norm_eps == 2.0**60 and again.config.taper == "none"
+    with torch.no_grad():
+        assert scale_of_difference(again(idx), ours(idx)) <= EXACT
+        assert scale_of_difference(theirs(idx).logits, ours.float()(idx)) <= SINGLE
+    assert_generates(theirs, ours)
+    assert "Nothing: the norms are still computed" in (out / "README.md").read_text()
+
+
+def test_a_layernorm_without_shifts_is_a_stock_llama(saved, tmp_path):
+    ours = network("llama", "all", norm="layernorm", norm_bias=False)
+    out = convert(saved(ours), "stock", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    with torch.no_grad():
+        assert (
+            scale_of_difference(Transformer.from_file(*open_model(out))(ids(2, 48)), ours(ids(2, 48)))
+            <= EXACT
+        )
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype, eps, off", [("bfloat16", 2.0**60, 5e-2), ("float16", 2.0**20, 5e-3)])
+def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
+    ours = network(shape, "all", torch.float32)
+    out = convert(saved(ours), "stock", tmp_path / "out", f"--dtype={dtype}")
+    theirs = opened(out, "auto")
+    assert theirs.dtype == getattr(torch, dtype)
+    assert open_model(out)[0]["config"]["norm_eps"] == eps
+    with torch.no_grad():
+        assert scale_of_difference(theirs(ids(2, 48)).logits.float(), ours(ids(2, 48))) <= off
+    assert dtype in facts(out)["errors"]
+
+
+REFUSED = {
+    ("llama", "baseline"): "it has all its norms, so there is nothing to take out; --to=hf writes",
+    ("llama", "internal"): "taper=internal keeps the output norm, and a stock class has one eps",
+    ("gpt2", "internal"): "taper=internal keeps the output norm, and a stock class has one eps",
+    ("llama", "coupled"): "no stock class computes norm=coupled; use --to=hf",
+    ("gpt2", "cbwc"): "no stock class computes norm=cbwc; use --to=hf",
+}
+
+
+@pytest.mark.parametrize("shape, change", REFUSED)
+def test_what_a_stock_class_cannot_hold_is_refused(shape, change, saved, capsys, tmp_path):
+    source = saved(network(shape, change))
+    error = refused(capsys, source, "--to=stock", f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert REFUSED[shape, change] in error and "--to=hf" in error and nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shape, knobs, words",
+    [
+        ("ours", {"norm": "dyt"}, "no stock class computes norm=dyt; use --to=hf"),
+        ("ours", {"norm": "derf"}, "no stock class computes norm=derf; use --to=hf"),
+        ("ours", {"taper": "final"}, "taper=final keeps the blocks' norms"),
+        ("qwen3", {"taper": "all", "taper_qk": False}, "train with taper_qk=True"),
+        ("ours", {"taper": "all", "norm": "layernorm"}, "train with norm_bias=False"),
+        ("ours", {"taper": "all", "mlp": "gelu"}, "no stock class of transformers holds this model"),
+    ],
+)
+def test_other_networks_are_refused_with_what_would_work(shape, knobs, words, saved, capsys, tmp_path):
+    model = network(shape, "all" if "taper" in knobs else "baseline", **knobs)
+    error = refused(capsys, saved(model), "--to=stock", f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert words in error and nothing_left(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def test_the_card_says_what_it_is(saved, tmp_path):
+    base = {"name": "somebody/tiny", "architecture": "LlamaForCausalLM", "license": "apache-2.0"}
+    source = saved(network("llama", "internal"), base=base, corpus={"source": "two modules"})
+    out = convert(source, "hf", tmp_path / "tiny-internal")
+    card = (out / "README.md").read_text()
+    front = card.split("---\n")[1]
+    assert 'base_model: "somebody/tiny"' in front and 'license: "apache-2.0"' in front
+    for words in (
+        "# tiny-internal", "the two norms of every block (RMSNorm)", "Made from `somebody/tiny`",
+        "Trained on two modules.", "trust_remote_code=True", "| the fold | float64 |",
+        "| this export | float64 |", "nanonorm's README.md",
+    ):  # fmt: skip
+        assert words in card, words
+    assert str(tmp_path) not in card and facts(out)["base"] == base
+
+
+def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):
+    ours = network("ours", "internal", torch.float32)
+    ours.gate.fill_(0.25)
+    source = saved(ours, phase="blend", gate=0.25)
+    train(source, f"--out={tmp_path / 'out'}", "--dtype=bfloat16", program=CONVERT)
+    assert "is still at 0.25; at 0 it is exported" in capsys.readouterr().out
+    said = facts(tmp_path / "out")
+    assert 1e-4 < said["errors_before"]["rounding to bfloat16"]["float32"] < 5e-2
+    assert said["errors"]["bfloat16"] < 5e-2 and said["dtype"] == "bfloat16"
+    assert "| rounding to bfloat16 | float32 |" in (tmp_path / "out/README.md").read_text()
+
+
+def test_of_a_run_stock_takes_the_unfused_export(saved, tmp_path):
+    ours = network("gpt2", "all")
+    folder = saved(fold(ours), "folded.pt").parent
+    saved(unfuse(ours), "unfused.pt")
+    assert facts(convert(folder, "stock", tmp_path / "stock"))["network"]["form"] == "unfused"
+    assert facts(convert(folder, "hf", tmp_path / "hf"))["network"]["form"] == "folded"
+
+
+def test_no_export_stays_that_is_not_proved(saved, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(shared.ALLOWED, torch.float64, -1.0)
+    for to, change in (("hf", "baseline"), ("hf", "all"), ("stock", "all")):
+        source = saved(network("llama", change))
+        error = refused(capsys, source, f"--to={to}", f"--out={tmp_path / 'out'}", program=CONVERT)
+        assert "of the logit scale in float64; not exported" in error and nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("stopped, status", [(KeyboardInterrupt, 130), (OSError(28, "No space"), 2)])
+def test_a_failure_leaves_nothing(stopped, status, saved, tmp_path, monkeypatch):
+    def fail(job):
+        (job.folder / "half").write_text("half")
+        raise stopped
+
+    monkeypatch.setattr(hf, "write", fail)
+    source = saved(network("ours"))
+    train(source, f"--out={tmp_path / 'out'}", program=CONVERT, expect=status)
+    assert nothing_left(tmp_path)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(saved, capsys, tmp_path):
+    source = saved(network("ours"))
+    error = refused(capsys, source, f"--out={source.parent}", program=CONVERT)
+    assert "is not an empty folder; name another --out" in error and source.exists()
+    (tmp_path / "empty").mkdir()
+    assert (convert(source, "hf", tmp_path / "empty") / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--to=hf"], "name a model and a folder to make"),
+        (["--to=tflite", "--out=x"], "to must be one of hf, stock, gguf, onnx, transformer_lens"),
+        (["--form=trained", "--out=OUT"], "--form=trained keeps the gate"),
+    ],
+)
+def test_a_wrong_command_is_one_line(flags, words, saved, capsys, tmp_path):
+    source = saved(network("ours", "internal"))
+    flags = [flag.replace("OUT", str(tmp_path / "out")) for flag in flags]
+    assert words in refused(capsys, source, *flags, program=CONVERT) and nothing_left(tmp_path)
+
+
+def test_without_the_hub_the_local_way_out_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = refused(capsys, "gpt2", f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert "--local-dir" in error and nothing_left(tmp_path)
+
+
+def test_a_missing_package_is_named(saved, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    error = refused(capsys, saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert "needs transformers" in error and "requirements-export.txt" in error and nothing_left(tmp_path)
+
+
+def test_the_copied_files_are_flat_and_need_transformers_and_torch_alone():
+    texts = hf.copied()
+    assert {"model.py", "kernels.py", "errors.py", "files.py", "typed.py", "rotary.py"} <= texts.keys()
+    assert not [
+        name
+        for name, text in texts.items()
+        if "from nanonorm" in text or "pydantic" in text.split('"""', 2)[2]
+    ]
+
+
+IN_457 = """
+import json, sys, torch, transformers
+assert transformers.__version__.startswith("4.57"), transformers.__version__
+folder, prompts = sys.argv[1], json.load(sys.stdin)
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64)
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+how = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1)
+one, rows, mask = (torch.tensor(prompts[name]) for name in ("one", "rows", "mask"))
+said = {"greedy": model.generate(one, **how), "uncached": model.generate(one, use_cache=False, **how)}
+said["static"] = model.generate(one, cache_implementation="static", **how)
+said["padded"] = model.generate(rows, attention_mask=mask, **how)
+said["beams"] = model.generate(one, num_beams=3, **how)
+said["beams_uncached"] = model.generate(one, num_beams=3, use_cache=False, **how)
+with torch.no_grad():
+    said["logits"] = model(one).logits
+said = {name: t.tolist() for name, t in said.items()}
+print(json.dumps({**said, "ids": tokenizer(prompts["text"])["input_ids"]}))
+"""
+
+
+@SLOW
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_transformers_4_57_does_so_too(shape, change, saved, corpus, tmp_path):
+    """NANONORM_TRANSFORMERS_457 names the python of an environment with transformers 4.57.6 and torch."""
+    python = os.environ.get("NANONORM_TRANSFORMERS_457")
+    if python is None:
+        pytest.skip("NANONORM_TRANSFORMERS_457 names no python with transformers 4.57")
+    ours = network(shape, change)
+    out = convert(saved(ours), "hf", tmp_path / "out")
+    one, short, text = ids(1, 9, seed=1), ids(1, 5, seed=2), "def f(x): 東京 <|endoftext|>"
+    rows = torch.cat((torch.cat((torch.ones(1, 4, dtype=torch.long), short), 1), one))
+    asked = {"one": one.tolist(), "rows": rows.tolist(), "mask": [[0] * 4 + [1] * 5, [1] * 9], "text": text}
+    where = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [python, "-c", IN_457, str(out)], input=json.dumps(asked), capture_output=True, text=True, env=where
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = json.loads(run.stdout.splitlines()[-1])
+    wanted = ours.generate(one, 12, temperature=0).tolist()
+    assert said["greedy"] == said["uncached"] == said["static"] == wanted
+    assert [said["padded"][0][4:]] == ours.generate(short, 12, temperature=0).tolist()
+    assert said["padded"][1:] == wanted and said["beams"] == said["beams_uncached"]
+    stock_norm = change == "baseline" and shape != "gpt2"
+    off = scale_of_difference(torch.tensor(said["logits"], dtype=torch.float64), ours(one))
+    assert off <= (SINGLE if stock_norm else EXACT)
+    assert said["ids"] == load_tokenizer(corpus).encode(text)

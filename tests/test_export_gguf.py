@@ -1,0 +1,225 @@
+"""--to=gguf: llama.cpp says what the network says, for each architecture and each kind of tokenizer."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import one_line, tiny
+from running import flags, train
+
+from data.tokenizer import load_tokenizer
+from model import unfuse
+from nanonorm.errors import ModelError
+from scripts.exports import Job, gguf
+
+pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
+pytest.importorskip("xllamacpp", reason="xllamacpp is in requirements-export.txt")
+
+TEXT = Path(argparse.__file__).read_text()
+GPT2 = dict(positions="learned", mlp="gelu", bias=True)
+NETWORKS = {  # name -> (variant, knobs, llama.cpp's architecture)
+    "llama": ("rmsnorm-all-aux", dict(n_kv_head=2, head_dim=8, tie_embeddings=False), "llama"),
+    "llama 3": ("rmsnorm-all-aux", dict(rope_base=100.0, rope_scaling=(8.0, 1.0, 4.0, 32.0)), "llama"),
+    "biases": ("rmsnorm-all-aux", dict(bias=True, n_kv_head=1), "llama"),
+    "qwen 2": ("rmsnorm-all-aux", dict(qkv_bias=True), "llama"),
+    "qwen 3": ("rmsnorm-all-aux", dict(qk_norm=True, taper_qk=True, n_kv_head=2, head_dim=16), "qwen3"),
+    "layernorm": ("layernorm-all-nobias", {}, "llama"),
+    "gpt 2": ("layernorm-all", GPT2, "gpt2"),
+    "llama with its norms": ("rmsnorm", {}, "llama"),
+    "qwen 3 with its norms": ("rmsnorm", dict(qk_norm=True), "qwen3"),
+    "gpt 2 with its norms": ("layernorm", GPT2, "gpt2"),
+}
+QUICK = ("llama 3", "qwen 3", "gpt 2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return load_tokenizer(corpus / "tokenizer.model")
+
+
+def job_of(model, tokenizer, folder, T: int = 64) -> Job:
+    ids = torch.tensor(tokenizer.encode(TEXT[2000:8000])[: 2 * T]).view(2, T)
+    base = {"name": "someone/something", "architecture": "LlamaForCausalLM", "license": None}
+    return Job(model, tokenizer, {"base": base}, folder / "run", folder, ids)
+
+
+def network(variant: str, dtype=torch.float32, **knobs):
+    """Random and unfused, or as it is where that is the same. Some ids are beyond the tokenizer's."""
+    model = tiny(variant, dtype=dtype, vocab_size=407, block_size=64, std=0.15, **knobs).eval()
+    if model.config.taper == "none":
+        model.config = replace(model.config, form="trained")
+        return model
+    return unfuse(model)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS]
+)
+def test_llama_cpp_agrees(name, tokenizer, tmp_path):
+    from gguf import GGUFReader
+
+    variant, knobs, arch = NETWORKS[name]
+    done = gguf.write(job_of(network(variant, **knobs), tokenizer, tmp_path))
+    assert done["errors"]["float32"] < (2e-3 if arch == "gpt2" else 1e-5)
+    read = GGUFReader(tmp_path / "model.gguf")
+    said = {
+        key: read.get_field(key).contents() for key in ("general.architecture", "general.base_model.0.name")
+    }
+    assert list(said.values()) == [arch, "someone/something"] and arch in done["how"]
+    assert {t.tensor_type.name for t in read.tensors} == {"F32"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.slow
+def test_a_half_precision_network_goes_in_as_float32(tokenizer, tmp_path):
+    model = network("rmsnorm-all-aux", dtype=torch.bfloat16)
+    assert gguf.write(job_of(model, tokenizer, tmp_path))["errors"]["float32"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "variant, knobs, why",
+    [
+        ("rmsnorm-internal", {}, "one eps"),
+        ("rmsnorm-final", {}, "one eps"),
+        ("rmsnorm-all-aux", {"qk_norm": True}, "taper_qk"),
+        ("layernorm-all", {}, "norm_bias=False"),
+        ("coupled", {}, "norm=coupled"),
+        ("cbwc", {}, "norm=cbwc"),
+        ("dyt", {}, "norm=dyt"),
+        ("derf", {}, "norm=derf"),
+        ("rmsnorm-all-aux", {"positions": "learned"}, "positions=learned"),
+        ("layernorm-all", {**GPT2, "mlp": "gelu_erf"}, "mlp=gelu_erf"),
+        (
+            "rmsnorm-all-aux",
+            {"qk_norm": True, "taper_qk": True, "rope_scaling": (8.0, 1.0, 4.0, 32.0)},
+            "rope_scaling",
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_hold_is_refused(variant, knobs, why, tokenizer, tmp_path):
+    model = tiny(variant, dtype=torch.float32, vocab_size=407, block_size=64, **knobs).eval()
+    model = model if variant in ("dyt", "derf") else unfuse(model)
+    with pytest.raises(ModelError) as error:
+        gguf.write(job_of(model, tokenizer, tmp_path))
+    message = one_line(error)
+    assert why in message and "--to=" in message and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["adjacent", "llama3_frequencies"])
+def test_the_proof_finds_a_wrong_file(fault, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, fault, lambda rows, *_: rows)
+    model = network("rmsnorm-all-aux", rope_base=100.0, rope_scaling=(8.0, 1.0, 4.0, 32.0))
+    with pytest.raises(ModelError, match=r"llama\.cpp differs by"):
+        gguf.write(job_of(model, tokenizer, tmp_path))
+
+
+def test_a_file_that_llama_cpp_cannot_read_is_one_line(tokenizer, tmp_path, monkeypatch):
+    tensors = gguf.tensors
+    monkeypatch.setattr(gguf, "tensors", lambda *args: list(tensors(*args))[:-1])
+    with pytest.raises(ModelError) as error:
+        gguf.write(job_of(network("rmsnorm"), tokenizer, tmp_path))
+    assert "llama.cpp does not run the file" in one_line(error)
+
+
+@pytest.mark.slow
+def test_a_trained_run_by_the_command(corpus, tmp_path):
+    train(*flags(tmp_path / "run", corpus, taper="all", norm="rmsnorm"))
+    out = tmp_path / "export"
+    convert = ["--to=gguf", f"--out={out}"]
+    train(tmp_path / "run", *convert, program="scripts/convert.py")
+    facts = json.loads((out / "nanonorm.json").read_text())
+    assert facts["errors"]["float32"] < 1e-5 and (out / "model.gguf").exists()
+    assert "llama-cli -m model.gguf" in (out / "README.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+def tokenizer_json(kind: str, folder: Path):
+    """A small tokenizer.json of the kind that llama.cpp calls so, or "sentencepiece": as Llama 2 has it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pre, trainers = tokenizers.pre_tokenizers, tokenizers.trainers
+    special = ["<|endoftext|>", "<|end_of_turn|>"]
+    if kind == "sentencepiece":
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        core = tokenizers.Tokenizer(
+            tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        )
+        core.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+        core.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=tokens))
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    else:
+        regex = {name: text for text, name in gguf.PRE_TOKENIZERS.items()}[kind]
+        core = tokenizers.Tokenizer(tokenizers.models.BPE())
+        core.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+        if regex is not None:
+            split = pre.Split(tokenizers.Regex(regex), "isolated")
+            core.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+        core.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = pre.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+        core.train_from_iterator([TEXT], trainer)
+        settings = {"eos_token": special[0], "chat_template": "{{ messages[0]['content'] }}"}
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ends = {"eos_token_id": [core.token_to_id(text) for text in special]}
+    if kind != "sentencepiece":
+        (folder / "generation_config.json").write_text(json.dumps(ends))
+    return load_tokenizer(folder)
+
+
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt-2", "qwen2")]
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "sentencepiece", *SLOW_KINDS])
+def test_the_tokenizer_goes_in(kind, tmp_path):
+    from gguf import GGUFReader
+
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "out").mkdir()
+    tokenizer = tokenizer_json(kind, tmp_path / "tokenizer")
+    job = job_of(network("rmsnorm-all-aux"), tokenizer, tmp_path / "out")
+    texts = [
+        "It's 1234567 o'CLOCK, they'Ll say\t\tnow  \n\n x",
+        "naïve 東京 😀 \r\n  if x:\n    pass",
+        TEXT[500:900],
+    ]
+    spelled = iter(texts)
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: next(spelled, None) or decode(ids)  # the proof compares these too
+    job.sample = job.sample.repeat(2, 1)[:3]
+    gguf.write(job)
+    read = GGUFReader(tmp_path / "out/model.gguf")
+    field = {key.removeprefix("tokenizer."): value.contents() for key, value in read.fields.items()}
+    assert field["ggml.eos_token_id"] == tokenizer.eot_id
+    assert field["ggml.add_bos_token"] is (tokenizer.bos_id is not None)
+    assert len(field["ggml.tokens"]) == 407 and field["ggml.tokens"][-1] == "[PAD406]"
+    if kind == "sentencepiece":
+        assert field["ggml.model"] == "llama" and field["ggml.bos_token_id"] == tokenizer.bos_id
+    else:
+        assert field["ggml.pre"] == kind and field["chat_template"].startswith("{{")
+        assert field["ggml.eot_token_id"] in tokenizer.end_ids
+
+
+@pytest.mark.parametrize(
+    "part, value, why",
+    [
+        ("pre_tokenizer", {"type": "Whitespace"}, "gpt-2, llama-bpe, qwen2"),
+        ("normalizer", {"type": "Lowercase"}, "gpt-2, llama-bpe, qwen2"),
+        ("model", {"type": "Unigram", "vocab": []}, "no byte-pair encoding"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(part, value, why, tmp_path):
+    (tmp_path / "out").mkdir()
+    tokenizer = tokenizer_json("gpt-2", tmp_path)
+    file = json.loads(tokenizer.files["tokenizer.json"]) | {part: value}
+    tokenizer.files["tokenizer.json"] = json.dumps(file).encode()
+    with pytest.raises(ModelError) as error:
+        gguf.write(job_of(network("rmsnorm"), tokenizer, tmp_path / "out"))
+    assert why in one_line(error) and not list((tmp_path / "out").iterdir())

@@ -1,0 +1,141 @@
+"""--to=onnx and the runtime `onnx` of bench.py: onnxruntime computes what we do, whatever the network."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import VARIANTS, scale_of_difference, tiny, tokens
+
+import bench
+from model import FORMS
+from nanonorm.errors import BadInput
+from nanonorm.onnx import Session, export
+from scripts.exports import Job
+from scripts.exports.onnx import write
+
+INSTALLED = "pip install -r requirements-export.txt"
+GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True}
+SHAPES = {
+    "llama": {"n_kv_head": 2, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
+    "qwen3": {"qk_norm": True, "head_dim": 10, "n_kv_head": 1, "norm_eps": 1e-3},
+    "gpt2": GPT2,
+    "one-token": {"block_size": 1, "qkv_bias": True, "tie_embeddings": False},
+    "erf": {"mlp": "gelu_erf"},
+    "narrow-heads": {"block_size": 300, "n_head": 12},  # where our attention pads
+}
+FORM = {"rmsnorm": "weightless", "layernorm-nobias": "weightless", "coupled-from-1": "weightless"}
+FORM |= {"rmsnorm-all-aux": "unfused", "layernorm-all": "unfused"}  # the others are folded
+every_network = [
+    pytest.param(
+        v, FORM.get(v, "folded"), {}, marks=() if v == "rmsnorm-internal" else pytest.mark.slow, id=v
+    )
+    for v in VARIANTS
+] + [
+    pytest.param(v, form, shape, marks=pytest.mark.slow, id=f"{v}-{name}")
+    for name, shape in SHAPES.items()
+    for v, form in (("layernorm-all", "folded"), ("rmsnorm", "weightless"))
+]
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A function that exports a network: what write returns."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=INSTALLED)
+
+    def export(model):
+        length = min(model.config.block_size, 280)
+        tokenizer = SimpleNamespace(files={"tokenizer.model": b"pieces"})
+        return write(Job(model, tokenizer, {}, tmp_path, tmp_path, tokens(2, length)))
+
+    return export
+
+
+@pytest.mark.parametrize("variant, form, shape", every_network)
+def test_onnxruntime_computes_the_same(exported, tmp_path, variant, form, shape):
+    model = FORMS[form](tiny(variant, dtype=torch.float32, **shape).eval())
+    done = exported(model)
+    assert done["errors"]["float32"] < 1e-5
+    erf = variant == "derf" or shape.get("mlp") == "gelu_erf"  # onnxruntime has none in float64
+    assert erf or done["errors"]["float64"] < 1e-9
+    assert done["files"] == ["model.onnx", "tokenizer.model"]
+    idx = tokens(5, min(model.config.block_size, 13), seed=1)
+    with torch.no_grad():
+        assert scale_of_difference(Session(tmp_path / "model.onnx")(idx), model(idx)) < 1e-5
+
+
+@pytest.mark.slow
+def test_bfloat16_becomes_float32(exported, tmp_path):
+    model = tiny("rmsnorm", dtype=torch.bfloat16).eval()
+    done = exported(model)
+    assert "weights were bfloat16" in done["saves"] and done["errors"]["float32"] < 1e-5
+    assert model.tok_emb.weight.dtype == torch.bfloat16  # left alone
+    logits = Session(tmp_path / "model.onnx")(tokens(1, 4))
+    assert logits.dtype == torch.float32
+    assert scale_of_difference(logits, model.float()(tokens(1, 4))) < 1e-5
+
+
+def test_weights_above_the_limit_stand_beside_the_graph(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanonorm.onnx.INLINE", 1000)
+    model = tiny("dyt", dtype=torch.float32).eval()
+    assert exported(model)["files"] == ["model.onnx", "model.onnx.data", "tokenizer.model"]
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert (tmp_path / "model.onnx.data").stat().st_size > 0.9 * weights
+
+
+def test_a_norm_without_a_gain_gets_a_constant_one(exported, tmp_path):
+    """Built at every call, its ones cost more than the gain."""
+    import onnx
+
+    graphs = {}
+    for form in ("trained", "weightless"):
+        path = tmp_path / f"{form}.onnx"
+        export(FORMS[form](tiny("rmsnorm", dtype=torch.float32).eval()), tokens(2, 3), path)
+        graphs[form] = sorted(node.op_type for node in onnx.load(path).graph.node)
+    assert graphs["weightless"] == graphs["trained"] and graphs["trained"].count("RMSNormalization") == 5
+    assert graphs["trained"].count("Attention") == 2
+
+
+@pytest.mark.slow
+def test_a_wrong_graph_is_refused(exported, monkeypatch):
+    monkeypatch.setattr(Session, "__call__", lambda self, x: torch.zeros(*x.shape, 61))
+    with pytest.raises(ValueError, match=r"onnxruntime on .* not exported"):
+        exported(tiny("rmsnorm", dtype=torch.float32).eval())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bench.py
+
+FLAGS = ["--vocab_size=64", "--block_size=32", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]
+QUICK = [*FLAGS, "--iters=3", "--warmup=1", "--batch=2", "--seq=16"]
+
+
+def test_bench_has_the_runtime(exported, capsys):
+    bench.main([*QUICK, "--runtimes=eager,onnx", "--variants=baseline,all_folded"])
+    text = capsys.readouterr().out
+    report = json.loads(text.splitlines()[-1])
+    assert "onnx: tok/s, speedup over baseline" in text and "|       nodes |" in text
+    assert [(r["runtime"], r["variant"]) for r in report["rows"]] == [
+        (runtime, name) for runtime in ("eager", "onnx") for name in ("baseline", "all_folded", "floor")
+    ]
+    assert 0 < report["differences"]["onnx = eager"] < 1e-5
+    baseline, folded, floor = (r["work"] for r in report["rows"] if r["runtime"] == "onnx")
+    assert floor < folded == baseline - 5  # a node a norm
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [("--mode=decode", "no KV cache"), ("--dtype=bfloat16", "use --dtype=float32")],
+)
+def test_bench_refuses_what_onnx_cannot(flag, says):
+    with pytest.raises(BadInput, match=says):
+        bench.main([*QUICK, "--runtimes=onnx", flag])
+
+
+def test_bench_without_onnxruntime_is_refused_before_timing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(bench, "build", lambda *_: pytest.fail("went on"))
+    with pytest.raises(BadInput, match=r"is not installed: pip install -r requirements-export\.txt"):
+        bench.main([*QUICK, "--runtimes=onnx"])

@@ -1,0 +1,81 @@
+"""lm-evaluation-harness on an export says what our own few lines say of the model."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import Transformer
+from nanonorm.files import ROOT
+
+SCRIPT = ROOT / "scripts/lm_eval.sh"
+
+
+def lm_eval(*argv, **env) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **env}
+    return subprocess.run(["bash", SCRIPT, *map(str, argv)], env=env, capture_output=True, text=True)
+
+
+@torch.no_grad()
+def loglikelihood(model, ids: list[int], scored: int) -> float:
+    """Natural log of the probability of the last `scored` of ids, given as many before as the model sees."""
+    ids = ids[-model.config.block_size - 1 :]
+    logp = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+    return logp[-scored:].gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
+
+
+def bits_per_byte(model, tokenizer, text: str) -> float:
+    """In windows of block_size: the first token given the end token, the first of each later window given the
+    token before, the last window as long as the others, with only what is new in it counted."""
+    size, ids = model.config.block_size, [tokenizer.eot_id, *tokenizer.encode(text)]
+    total = 0.0
+    for start in range(1, len(ids), size):
+        end = min(start + size, len(ids))
+        total += loglikelihood(model, ids[:end], end - start)
+    return -total / math.log(2) / len(text.encode())
+
+
+def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
+    """Share of questions whose answer is the likeliest end, in all and a byte of it."""
+    right = {"acc": 0, "acc_norm": 0}
+    for q in questions:
+        begin = tokenizer.encode(q["start"])
+        whole = [tokenizer.encode(f"{q['start']} {end}") for end in q["ends"]]
+        scores = [loglikelihood(model, ids, len(ids) - len(begin)) for ids in whole]
+        per_byte = [s / len(end) for s, end in zip(scores, q["ends"], strict=True)]
+        for name, values in (("acc", scores), ("acc_norm", per_byte)):
+            right[name] += values.index(max(values)) == q["answer"]
+    return right["acc"] / len(questions), right["acc_norm"] / len(questions)
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
+    run = lm_eval(reference, "--output_path", tmp_path, LOCAL="1")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
+    model, tokenizer = Transformer.load(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
+    bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text())
+    assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+    questions = (ROOT / "scripts/lm_eval_tasks/choices.jsonl").read_text().splitlines()
+    acc = accuracy(model, tokenizer, [json.loads(line) for line in questions])
+    named = found["local_choice"]
+    assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
+
+
+def test_without_the_hub_it_says_so_in_one_line(tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
+    run = lm_eval(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "LOCAL=1" in run.stderr
+
+
+def test_a_missing_path_is_one_line():
+    run = lm_eval()
+    assert run.returncode and run.stderr.count("\n") == 1 and "name a run folder" in run.stderr
