@@ -29,7 +29,6 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.hub import open_model
-from nanonorm.machine import keep_freed_memory
 from nanonorm.typed import Count, Whole
 from scripts.speed.peers import decode_of_hf, prefill_of_hf, prefill_of_ours, transformers_or_refuse
 from scripts.speed.turns import release_garbage, take_turns
@@ -123,8 +122,6 @@ def step_of(k: Loaded, name: str, folder: Path, mode: str, runtime: str):
 
 def work(k: Loaded, name: str, folder: Path, mode: str, runtime: str):
     """A contestant: yields once when it is ready, then the median ms of each turn."""
-    if name != "HF":
-        keep_freed_memory()
     torch._inductor.config.cpp_wrapper = mode == "decode"  # as generate() has it
     step = step_of(k, name, folder, mode, runtime)
     step()
