@@ -50,16 +50,14 @@ class ModelConfig:
 
     # shape
     vocab_size: Annotated[int, Range(2, 2**24)] = 10_000  # token ids; in a run None: its corpus's number
-    block_size: Count = 512  # context length, tokens
+    block_size: Annotated[int, Range(1, 2**24)] = 512  # context length, tokens
     n_layer: Annotated[int, Range(1, 4096)] = 8  # blocks
     n_head: Count = 16  # query heads
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
     head_dim: Count | None = None  # width of a head; None: n_embd/n_head
     mlp: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"  # gelu is the tanh form, gelu_erf the exact one
-    hidden: Count | None = (
-        None  # width of the MLP; None: 8/3 n_embd up to a multiple of 8, for a gelu 4 n_embd
-    )
+    hidden: Count | None = None  # width of the MLP; None: 8/3 n_embd, up to a multiple of 8; gelu: 4 n_embd
     tie_embeddings: bool = True  # the output head shares the embedding table
     positions: Literal["rope", "learned"] = "rope"  # rotary angles, or a table added to the embeddings
     rope_base: Positive = 10000.0  # base of the rotary angles
@@ -443,12 +441,8 @@ class CentredLinear(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim, self.dropout = (
-            c.n_head,
-            c.n_kv_head,
-            c.head_dim,
-            c.dropout,
-        )
+        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
+        self.dropout = c.dropout
         width = (c.n_head + 2 * c.n_kv_head) * c.head_dim
         self.qkv = nn.Linear(c.n_embd, width, bias=c.bias or c.qkv_bias)
         self.norm_q, self.norm_k = (make_norm(c, "qk") if c.qk_norm else None for _ in range(2))
@@ -777,53 +771,68 @@ class Transformer(nn.Module):
     @classmethod
     def from_file(cls, file: dict, path="file") -> "Transformer":
         """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
-        state, meta = file["state"], file["meta"]
-        try:
-            config = ModelConfig(**file["config"])
-            table = (config.vocab_size, config.n_embd)
-            if config.n_layer > len(state) or state["tok_emb.weight"].shape != table:
-                raise ModelError(f"{path} does not fit its config: other shapes")  # before they are allocated
-            with torch.device("meta"):  # the form gives the structure, the file the values
-                model = FORMS[config.form](cls(replace(config, form="trained")))
-        except (TypeError, RuntimeError) as e:
-            raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
-        check_state(state, model.state_dict(), path)
-        gate, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
-        if phase not in ("norm", "blend", "scale"):
-            said = phase if isinstance(phase, str) else type(phase).__name__
-            raise ModelError(f"{path} is of another version: it says that its phase is {said}")
-        if not (isinstance(gate, float) and 0 <= gate <= 1 and isinstance(meta.get("corpus", {}), dict)):
-            raise ModelError(
-                f"{path} is of another version: its gate or its corpus is not what this one writes"
-            )
-        model.load_state_dict(state, assign=True)
+        config, (phase, gate) = config_of(file, path), phase_and_gate(file, path)
+        model = skeleton(config, path)
+        check_state(file["state"], model.state_dict(), path)
+        model.load_state_dict(file["state"], assign=True)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:  # not of the file: the gate, and the sums of a step
                     setattr(module, name, buffer.new_zeros(buffer.shape, device="cpu"))
         model.rope = rope_tables(config, "cpu")
-        model.meta = meta
+        model.meta = file["meta"]
         model.gate.fill_(gate)
         model.set_phase(phase)
         return model.eval()
 
 
+def config_of(file: dict, path) -> ModelConfig:
+    """The architecture that a file says it holds. Raises: ModelError if its tensors contradict it."""
+    try:
+        config = ModelConfig(**file["config"])
+    except (TypeError, ModelError) as e:
+        raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
+    table = (config.vocab_size, config.n_embd)
+    if config.n_layer > len(file["state"]) or file["state"]["tok_emb.weight"].shape != table:
+        raise ModelError(f"{path} does not fit its config: other shapes")  # before they are made
+    return config
+
+
+def phase_and_gate(file: dict, path) -> tuple[str, float]:
+    """Where the taper of a file stands. Raises: ModelError for what this version does not write."""
+    meta = file["meta"]
+    gate, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
+    if phase not in ("norm", "blend", "scale"):
+        said = phase if isinstance(phase, str) else type(phase).__name__
+        raise ModelError(f"{path} is of another version: it says that its phase is {said}")
+    if not (isinstance(gate, float) and 0 <= gate <= 1 and isinstance(meta.get("corpus", {}), dict)):
+        raise ModelError(f"{path} is of another version: its gate or its corpus is not what this one writes")
+    return phase, gate
+
+
+def skeleton(config: ModelConfig, path) -> Transformer:
+    """A model without values, on the meta device. Raises: ModelError if no memory could hold it."""
+    try:
+        with torch.device("meta"):
+            return FORMS[config.form](Transformer(replace(config, form="trained")))
+    except RuntimeError as e:
+        raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
+
+
 def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     """The network of `file` with the norm, taper, dropout and (shorter) context of `config`: nothing tapered
     and nothing calibrated yet. Its tensors are the file's own. Raises: ModelError."""
-    with torch.device("meta"):
-        wanted = Transformer(config).state_dict()
-    state = dict(file["state"])
+    wanted = skeleton(config, path).state_dict()
+    state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
             state[name] = state[name.removesuffix("_tilde")].clone()
         elif name.rpartition(".")[2] in TRACKED:
             state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
-    kept = {name: t for name, t in state.items() if name in wanted or name.rpartition(".")[2] not in TRACKED}
     if "pos_emb.weight" in wanted:
-        kept["pos_emb.weight"] = kept["pos_emb.weight"][: config.block_size].clone()
+        state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
     meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
-    return Transformer.from_file({"config": asdict(config), "state": kept, "meta": meta}, path)
+    return Transformer.from_file({"config": asdict(config), "state": state, "meta": meta}, path)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -900,12 +909,12 @@ def reformed(part: nn.Module, form: str) -> nn.Module:
         changed = {name: m.plain() for name, m in new.named_modules() if hasattr(m, "plain")}
     for name, module in changed.items():
         new.set_submodule(name, module)
-    new.to(next(iter(old.values())).dtype)
     for name, p in list(new.named_parameters()):
-        was = old.get(name)
-        same = was is not None and not p.is_meta and torch.equal(p, was)
         owner, _, leaf = name.rpartition(".")
-        setattr(new.get_submodule(owner), leaf, nn.Parameter((was if same else p).detach()))
+        was = old.get(name)
+        p = p.detach().to(old[f"{owner}.weight"].dtype if was is None else was.dtype)
+        same = was is not None and not p.is_meta and torch.equal(p, was)
+        setattr(new.get_submodule(owner), leaf, nn.Parameter(was.detach() if same else p))
     return new.eval()
 
 
@@ -978,16 +987,21 @@ def first_stream(model: Transformer, idx, dtype: torch.dtype, plain: bool):
     return x
 
 
+def types_of(model: Transformer) -> list[torch.dtype]:
+    """The types of a model's weights, the widest first."""
+    return sorted({p.dtype for p in model.parameters()}, key=lambda t: -torch.finfo(t).bits)
+
+
 @torch.no_grad()
 def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
     """max |logits(FORMS[form](model)) - logits(model)| / max |logits(model)| in `dtype` on idx (B, T), on the
     CPU and part by part. In another type than the model's own the parts are cast first, then folded."""
-    own = dtype == model.tok_emb.weight.dtype
+    own = dtype in types_of(model)
     new = FORMS[form](model) if own else model
 
     def both(part, changed):
         exact = copy.deepcopy(part).to(dtype).eval()
-        return exact, changed if own else reformed(exact, form)
+        return exact, copy.deepcopy(changed).to(dtype).eval() if own else reformed(exact, form)
 
     x = first_stream(model, idx, dtype, plain=False)
     y = first_stream(new, idx, dtype, plain=form != "unfused")
@@ -1005,15 +1019,16 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
 
 
 def export(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, float]]:
-    """(FORMS[form](model), {dtype: its fold_error on idx (B, T)}), in float64 and in the model's own type.
+    """(FORMS[form](model), {dtype: its fold_error on idx (B, T)}), in float64 and in the model's own type: of
+    several the widest, held to what the narrowest can do.
 
     Raises: ModelError if an error exceeds TOLERANCE or is not finite.
     """
-    errors = {}
-    for dtype in (torch.float64, model.tok_emb.weight.dtype):
+    errors, types = {}, types_of(model)
+    for dtype, limit in ((torch.float64, torch.float64), (types[0], types[-1])):
         name = str(dtype).removeprefix("torch.")
         errors[name] = fold_error(model, form, idx, dtype)
-        if not errors[name] <= TOLERANCE[dtype]:
+        if not errors[name] <= TOLERANCE[limit]:
             off = f"{errors[name]:.1e} of the logit scale in {name}"
             raise ModelError(f"the {form} model differs from the trained one by {off}; not exported")
     return FORMS[form](model), errors

@@ -11,6 +11,7 @@ Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one 
 at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
+import copy
 import gc
 import math
 import shlex
@@ -19,7 +20,7 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +31,16 @@ from config import Config
 from data import open_corpus, prepare_if_missing
 from data.sampling import on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
-from model import Transformer, begun_from, export, exports
+from model import Transformer, begun_from, config_of, export, exports
 from nanonorm.cli import parse
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, write_file
+from nanonorm.log import say
 from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.ranks import Interrupt, Ranks
-from nanonorm.rotary import ROTARY_TABLES
+from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, RunFolder, begin, restore
 
 
@@ -128,7 +130,7 @@ class Step:
                 self.model.calibrate()
             self.enter(phase)
         self.set_gate(step)
-        self.step = step
+        self.at_step = step
         self.number.fill_(step)
         lr = lr_at(step, self.cfg)
         for group in self.optimizer.param_groups:  # a graph sees only what tensors hold
@@ -140,8 +142,9 @@ class Step:
     def seed_dropout(self, step: int, micro: int):
         """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""
         if self.cfg.dropout:
-            index = micro * self.ranks.size + self.ranks.rank
-            rng = np.random.default_rng((self.cfg.seed, step, index, 1))  # 1: not the stream of the batch
+            rng = np.random.default_rng(
+                (self.cfg.seed, step, self.ranks.index(micro), 1)
+            )  # 1: not the batch's
             torch.manual_seed(int(rng.integers(2**63)))
 
     def __call__(self, x, y):
@@ -155,7 +158,7 @@ class Step:
         for micro in range(self.micro_steps):
             if self.ranks.size > 1:
                 self.wrapped.require_backward_grad_sync = micro == self.micro_steps - 1
-            self.seed_dropout(self.step, micro)
+            self.seed_dropout(self.at_step, micro)
             with self.autocast:
                 losses = self.wrapped(x[micro], y[micro])
             (losses.total / self.micro_steps).backward()
@@ -194,7 +197,7 @@ class Step:
         bad = self.bad_step.item()
         return bad if bad < self.cfg.max_iters else None
 
-    def replayed(self, batch, step: int):
+    def with_masks(self, batch, step: int):
         """Yield the (x, y) of each micro-batch, with dropout's masks set as they were in `step`."""
         for micro, pair in enumerate(zip(*batch, strict=True)):
             self.seed_dropout(step, micro)
@@ -207,7 +210,7 @@ class Step:
         if bad is not None:
             self.set_gate(bad)
             self.update = self.last = None  # a graph keeps the memory of a whole step
-            where = first_nonfinite(self.model, self.replayed(batch_of(bad), bad), self.autocast)
+            where = first_nonfinite(self.model, self.with_masks(batch_of(bad), bad), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
         for name, p in self.model.named_parameters() if weights else ():
             if not torch.isfinite(p).all():
@@ -232,10 +235,12 @@ def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> tor
 
 def grad_norms(names: list[str], norms) -> dict[str, float]:
     """The mean gradient norm of each kind of weight, over blocks mostly, and that of all. norms: (names)"""
-    marks = {"qkv": "attn.qkv.", "proj": "attn.proj.", "gate_up": "mlp.gate_up.", "down": "mlp.down."}
+    marks = {"qkv": "attn.qkv.weight", "proj": "attn.proj.weight", "down": "mlp.down.weight"}
+    marks |= {"gate_up": ("mlp.gate_up.weight", "mlp.up.weight"), "emb": "tok_emb.weight"}
     out = {"grad/total": torch.linalg.vector_norm(norms).item()}
-    for kind, mark in {**marks, "emb": "tok_emb.", "norm": "norm_"}.items():
-        of_kind = [i for i, name in enumerate(names) if mark in name]
+    of_norms = [name for name in names if "norm_" in name]
+    for kind, mark in {**marks, "norm": tuple(of_norms) or "none"}.items():
+        of_kind = [i for i, name in enumerate(names) if name.endswith(mark)]
         out[f"grad/{kind}"] = norms[of_kind].mean().item() if of_kind else 0.0
     return out
 
@@ -294,10 +299,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     if start.file is None:
         return Transformer(config)
     if start.given is not None:
-        named = start.file["meta"].get("corpus", {}).get("tokenizer_sha256", corpus["tokenizer_sha256"])
-        if named != corpus["tokenizer_sha256"]:
-            remedy = f"prepare {data_folder} again with --tokenizer={cfg.init_from}"
-            raise BadInput(f"{data_folder} was not prepared with the tokenizer of {start.given}; {remedy}")
+        refuse_other_tokens(start, corpus, data_folder)
         return begun_from(start.file, config, start.given)
     model = Transformer.from_file(start.file, start.source)
     texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
@@ -309,23 +311,42 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     return model
 
 
+def refuse_other_tokens(start: Beginning, corpus: dict, data_folder: Path):
+    """Raises: BadInput if the weights to start from were trained with another tokenizer than the corpus's."""
+    named = start.file["meta"].get("corpus", {}).get("tokenizer_sha256")
+    files = (start.given / name for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    if named is None and any(file.is_file() for file in files):
+        named = load_tokenizer(start.given).sha256
+    if named is None:
+        say(f"{start.given} brings no tokenizer: whether {data_folder} is in its tokens, nobody checks")
+    elif named != corpus["tokenizer_sha256"]:
+        remedy = f"prepare it again with --tokenizer={start.settings.init_from}"
+        raise BadInput(f"{data_folder} is not in the tokens of {start.given}; {remedy}")
+
+
 def change_of(model: Transformer, start: Beginning, val_tokens) -> str:
     """In words, how far a network begun with another norm is from the one it was begun from."""
-    before = Transformer.from_file(start.file, start.given)
+    base = config_of(start.file, start.given)
+    same = replace(model.config, norm=base.norm, taper="none", taper_qk=False, calib_skip_first=False,
+                   coupled_from_layer=0, coupled_grad=False, norm_bias=base.norm_bias)  # fmt: skip
+    before = begun_from(start.file, same, start.given).float()
     T = min(512, model.config.block_size, len(val_tokens) - 1)
     starts = np.arange(min(4, (len(val_tokens) - 1) // T)) * T
-    found = divergence(before, model.eval(), [windows(val_tokens, at[None], T, "cpu") for at in starts])
-    moved = f"cross-entropy {found.before:.4f} -> {found.after:.4f}, KL {found.kl:.4f} nats a token"
-    norms = f"norm={model.config.norm} instead of {before.config.norm} changes the network"
-    return f"{norms}: {moved} on {len(starts)} x {T} tokens of the validation split"
+    batches = [windows(val_tokens, at[None], T, "cpu") for at in starts]
+    found = divergence(before, copy.deepcopy(model).float().eval(), batches)
+    moved = f"cross-entropy {found.before:.4f} -> {found.after:.4f}, KL {found.kl:.1e} nats a token"
+    norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"
+    return f"{norms}: {moved}, on {len(starts)} x {T} tokens of the validation split"
 
 
 def export_all(model: Transformer, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
     block_size = model.config.block_size
     model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
-    length = min(512, block_size)
-    count = min(4, (len(val_tokens) - 1) // length)
+    length = (
+        block_size if model.pos_emb is not None else min(512, block_size)
+    )  # a table of them is proved whole
+    count = min(4, max(1, 2048 // length), (len(val_tokens) - 1) // length)
     sample, _ = windows(val_tokens, np.arange(count) * length, length, "cpu")
     proofs, paths = [], []
     for name, form in exports(model.config).items():
@@ -357,12 +378,11 @@ def main(held: ExitStack):
 
     # --- data, model, optimizer
     data_folder = ROOT / "data" / cfg.dataset
-    tokenizer = None if start.given is None else str(start.given)
-    ranks.main_first(lambda folder: prepare_if_missing(folder, tokenizer), data_folder)
+    ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
     model = make_model(start, corpus, data_folder)
     notes = cfg.remarks()
-    if start.given is not None and cfg.norm != start.file["config"].get("norm", cfg.norm):
+    if ranks.main and start.given is not None and cfg.norm != config_of(start.file, start.given).norm:
         notes.append(change_of(model, start, torch.from_numpy(val_tokens)))
     train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
@@ -375,7 +395,7 @@ def main(held: ExitStack):
     folder = RunFolder(start, ranks)
     folder.claim(held)
     code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks.size}
-    code |= {"rotary_tables": ROTARY_TABLES}
+    code |= {"rotary angles": ROTARY_ANGLES} if cfg.positions == "rope" else {}
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
     origin = {"corpus": {k: corpus[k] for k in names} | {"tokenizer": corpus["tokenizer"]}, "versions": code}
     if "base" in model.meta:
@@ -399,7 +419,7 @@ def main(held: ExitStack):
     # --- the loop
     def batch_of(k: int):
         """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
-        indices = [micro * ranks.size + ranks.rank for micro in range(step.micro_steps)]
+        indices = map(ranks.index, range(step.micro_steps))
         batches = [train_batch(train_tokens, cfg, k, index, device) for index in indices]
         return map(torch.stack, zip(*batches, strict=True))
 

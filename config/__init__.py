@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from model import ModelConfig
+from model import ModelConfig, config_of, phase_and_gate
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
 from nanonorm.typed import Count, NonNegative, Range, Whole, hints
@@ -38,9 +38,7 @@ class Config(ModelKnobs):
 
     # the run
     out_dir: str = "out"  # folder the run writes
-    init_from: str = (
-        "scratch"  # scratch, resume, auto (resume if there is a run), or PATH or hub id of weights
-    )
+    init_from: str = "scratch"  # scratch, resume, auto (resume if there is one), or weights: PATH or hub id
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Count = 1000  # steps between passes over the validation split
     log_interval: Count = 10  # steps between log lines
@@ -124,27 +122,32 @@ class Config(ModelKnobs):
 
     def started_from(self, file: dict, explicit: set[str], where: str) -> "Config":
         """The settings of a run that starts from the weights in `file`: the architecture is theirs, but for
-        what is named in `explicit` and free. Raises: BadInput, naming what contradicts the file."""
-        base, phase = ModelConfig(**file["config"]), file["meta"].get("phase", "norm")
-        if base.form not in ("trained", "unfused") or (base.taper != "none" and base.form == "unfused"):
+        what is named in `explicit` and free. Raises: BadInput, ModelError, naming what contradicts them."""
+        base, (phase, _) = config_of(file, where), phase_and_gate(file, where)
+        theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
+        as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
+        if not as_trained:
             raise BadInput(f"{where} is a {base.form} export; start from the run's ckpt.pt")
         if base.taper != "none" and phase != "norm":
             raise BadInput(f"{where} has begun to taper its norms; start from weights from before that")
-        for name in sorted(explicit & {f.name for f in dataclasses.fields(ModelKnobs)} - FREE_OF_WEIGHTS):
-            asked, theirs = getattr(self, name), getattr(base, name)
-            if asked is not None and asked != theirs:
-                raise BadInput(f"{name}={asked} contradicts {where}, which has {theirs}; leave it out")
+        for name in sorted(explicit & theirs.keys() - FREE_OF_WEIGHTS):
+            asked = getattr(self, name)
+            if asked is not None and asked != theirs[name]:
+                raise BadInput(f"{name}={asked} contradicts {where}, which has {theirs[name]}; leave it out")
+        if "block_size" not in explicit and base.block_size > LONGEST_UNASKED:
+            ask = "say how much of it a window takes, as with --block_size=1024"
+            raise BadInput(f"{where} has a context of {base.block_size:,} tokens; {ask}")
         if "block_size" in explicit and self.block_size > base.block_size:
             longest = f"block_size={self.block_size} is longer than the {base.block_size} of {where}"
             raise BadInput(f"{longest}; make it smaller")
-        if "norm" in explicit and self.norm not in REACHED_FROM.get(base.norm, (base.norm,)):
-            ways = " or ".join(REACHED_FROM.get(base.norm, (base.norm,)))
+        within_reach = REACHED_FROM.get(base.norm, (base.norm,))
+        if "norm" in explicit and self.norm not in within_reach:
+            ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
-        theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
-        theirs["block_size"] = min(base.block_size, LONGEST_UNASKED)
-        return dataclasses.replace(
-            self, **theirs | {name: getattr(self, name) for name in explicit & FREE_OF_WEIGHTS}
-        ).resolve()
+        free = explicit & FREE_OF_WEIGHTS | {"dropout"}
+        for choice, details in DETAILS_OF.items():
+            free |= details if choice in explicit else set()
+        return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free}).resolve()
 
     def remarks(self) -> list[str]:
         """What someone who sets these knobs should know."""
@@ -180,7 +183,8 @@ FREE_OF_WEIGHTS = {
     "coupled_from_layer", "dropout", "block_size",
 }  # fmt: skip
 REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}
-LONGEST_UNASKED = 1024  # tokens of block_size, where the weights allow more and the run names none
+DETAILS_OF = {"taper": {"taper_qk", "calib_skip_first"}, "norm": {"coupled_grad", "coupled_from_layer"}}
+LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants
 
 # Runs recorded before these existed had what are now the defaults.
 KNOBS_ADDED_LATER = {

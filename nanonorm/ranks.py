@@ -81,6 +81,10 @@ class Ranks:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self.host_group)
         return int(tensor)
 
+    def index(self, micro: int) -> int:
+        """The index, over all ranks, of this one's micro-batch `micro`."""
+        return micro * self.size + self.rank
+
     def main_first(self, function, *args):
         """Call a function on the main rank while the others wait."""
         if self.main:

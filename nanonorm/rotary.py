@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-ROTARY_TABLES = 2  # 1 had frequencies of base**(-2i/C), one rounding away
+ROTARY_ANGLES = "1/base**(2i/C)"  # before: base**(-2i/C), one rounding away
 
 
 def rope_tables(c, device) -> torch.Tensor | None:

@@ -8,6 +8,7 @@
 A checkpoint is a model file with more in it: the optimizer's state, the settings (`run`) and the progress.
 """
 
+import difflib
 import json
 import uuid
 from contextlib import ExitStack, suppress
@@ -180,7 +181,7 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
             refuse_another_run(out_dir)
         if asked.init_from in ("scratch", "auto"):
             return Beginning(asked.resolve())
-        file, given = weights(asked.init_from)
+        file, given = given_weights(asked.init_from)
         return Beginning(asked.started_from(file, explicit, str(given)), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
         held.enter_context(hold_folder(out_dir))
@@ -192,11 +193,14 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
     return Beginning(run, file, source, progress, ran_with)
 
 
-def weights(name: str) -> tuple[dict, Path]:
+def given_weights(name: str) -> tuple[dict, Path]:
     """(file, its path) of the weights to start from: a run's checkpoint, a model file, a Hugging Face folder
     or a hub id. Raises: BadInput, ModelError."""
     from nanonorm.hub import open_model  # here: it knows run folders, by this file
 
+    near = difflib.get_close_matches(name, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
+    if near and not Path(name).exists():
+        raise BadInput(f"init_from={name}: did you mean {near[0]}? There is no file or folder of that name")
     checkpoint = Path(name) / "ckpt.pt"
     if checkpoint.exists():
         return read_file(checkpoint), checkpoint

@@ -60,6 +60,8 @@ def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bp
     train(*started(out, bpe_corpus, weights, taper=taper, dtype="float64", aux_weight=0.1, **more))
     first = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
     assert first["gate"] == 1
+    state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
+    assert {state[n].item() for n in state if n.endswith("ema_count")} == {15.0}  # gate_start
     for name in ("unfused.pt", "folded.pt"):
         model = Transformer.load(out / name)
         assert model.meta["fold_error"]["float64"] <= 1e-9
@@ -78,7 +80,7 @@ def test_cbwc_and_coupled_start_from_a_checkpoint(norm, bpe_corpus, tmp_path, ca
     train(*started(tmp_path / "run", bpe_corpus, weights, norm=norm, max_iters=4, gate_start=1, gate_end=2,
                    warmup_iters=1))  # fmt: skip
     said = capfd.readouterr().out
-    assert f"norm={norm} instead of" in said and "KL " in said
+    assert f"norm={norm} in place of" in said and "moves the network by" in said
     kl = float(said.split("KL ")[1].split()[0])
     assert kl < 1e-6 if norm == "cbwc" else kl > 1e-3
     assert Transformer.load(tmp_path / "run/folded.pt").meta["base"]["architecture"]
@@ -157,9 +159,63 @@ def test_exports_are_no_weights_to_start_from(bpe_corpus, corpus, tmp_path, caps
 
 
 def test_a_corpus_in_other_tokens_is_refused(bpe_corpus, corpus, tmp_path, capsys):
-    weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
-    message = refused(capsys, *started(tmp_path / "run", corpus, weights))
-    assert "vocab" in message or "was not prepared with the tokenizer" in message
+    """A folder of transformers' with more ids than the corpus has, so that only the tokenizers differ."""
+    folder = tmp_path / "hf"
+    made(FAMILIES["gpt2"], torch.float32, vocab_size=500).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((bpe_corpus / "tokenizer.json").read_bytes())
+    message = refused(capsys, *started(tmp_path / "run", corpus, folder))
+    assert f"{corpus} is not in the tokens of {folder}; prepare it again with --tokenizer=" in message
+    (folder / "tokenizer.json").unlink()
+    train(*started(tmp_path / "run", corpus, folder, max_iters=2, gate_start=1, gate_end=2, warmup_iters=1))
+    assert "brings no tokenizer" in capsys.readouterr().err
+
+
+def test_a_run_calibrates_on_its_own_first_steps(corpus, tmp_path):
+    """Not on what the run before had averaged, in which the stream was another."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(*flags(old, corpus, taper="none", aux_weight=0.1, max_iters=12, gate_start=10, gate_end=12))
+    train(*started(new, corpus, old, taper="internal", aux_weight=0.1, max_iters=12, gate_start=5,
+                   gate_end=10, ckpt_interval=4, log_interval=2))  # fmt: skip
+    state = torch.load(new / "ckpt.pt", weights_only=True)["state"]
+    assert {state[n].item() for n in state if n.endswith("ema_count")} == {5.0}
+    first = metrics(new)[0]
+    assert first["s/target"] == pytest.approx(first["s/mean"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file["config"].update(zzz=3),
+        lambda file: file["config"].update({5: 3}),
+        lambda file: file["config"].update(hidden=2**40, n_embd=2**40),
+        lambda file: file["config"].update(head_dim=2**39),
+        lambda file: file["config"].update(block_size=2**40),
+        lambda file: file["meta"].update(corpus=3),
+        lambda file: file["meta"].update(phase=[]),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_line(damage, base, corpus, tmp_path, capsys):
+    file = torch.load(base / "model.pt", weights_only=True)
+    damage(file)
+    torch.save(file, tmp_path / "bad.pt")
+    assert str(tmp_path / "bad.pt") in refused(
+        capsys, *started(tmp_path / "run", corpus, tmp_path / "bad.pt")
+    )
+
+
+def test_a_mistyped_resume_is_named(corpus, tmp_path, capsys):
+    assert "did you mean resume" in refused(capsys, *flags(tmp_path / "run", corpus, init_from="resum"))
+
+
+def test_details_of_a_taper_go_with_it(corpus, tmp_path):
+    """--taper=none from weights that skip position 0 in their calibration asks for no more than that."""
+    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, qk_norm=True,
+                         taper="all", taper_qk=True, calib_skip_first=True)  # fmt: skip
+    torch.save(Transformer(config).to_file({"gate": 1.0, "phase": "norm"}), tmp_path / "m.pt")
+    train(*started(tmp_path / "run", corpus, tmp_path / "m.pt", taper="none", max_iters=2, gate_start=1,
+                   gate_end=2, warmup_iters=1))  # fmt: skip
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    assert (settings["taper_qk"], settings["calib_skip_first"], settings["qk_norm"]) == (False, False, True)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -53,11 +53,12 @@ def fused(monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda p: None)
 
 
-def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: None):
+def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: None, **knobs):
     """One optimizer step under OnlyMeta, after `change` was made to the Step. Returns (the Step, what it
     returned)."""
-    cfg = Config(**KNOBS, gradient_accumulation_steps=micro_steps).resolve()
-    model = Transformer(tiny_config(variant)).to(META).train()
+    dropout = knobs.get("dropout", 0.0)
+    cfg = Config(**KNOBS, gradient_accumulation_steps=micro_steps, dropout=dropout).resolve()
+    model = Transformer(tiny_config(variant, **knobs)).to(META).train()
     step = train.Step(model, cfg, META, torch.float32, Ranks())
     tokens = torch.empty(500, dtype=torch.int16, device=META)
     batches = [train_batch(tokens, cfg, AT[phase], micro, META) for micro in range(micro_steps)]
@@ -87,6 +88,24 @@ def test_a_step_stays_on_the_device(variant):
             step, out = rehearse(variant, phase, micro_steps)
             assert (step.model.phase, step.micro_steps, step.fused) == (phase, micro_steps, True)
             look_at(step, *out)
+
+
+FAMILIES = {
+    "gpt2": {"positions": "learned", "mlp": "gelu", "bias": True, "dropout": 0.1},
+    "qwen3": {"qk_norm": True, "taper_qk": True, "n_kv_head": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("phase", AT)
+def test_a_step_of_another_family_stays_on_the_device(family, phase):
+    variant = {"gpt2": "layernorm-internal-aux", "qwen3": "rmsnorm-internal"}[family]
+    look_at(*flatten(rehearse(variant, phase, 2, **FAMILIES[family])))
+
+
+def flatten(found):
+    step, out = found
+    return step, *out
 
 
 @pytest.mark.parametrize("phase", AT)

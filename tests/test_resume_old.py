@@ -51,7 +51,7 @@ def test_an_old_run_goes_on(tables, tmp_path, one_thread, monkeypatch, capfd):
         # with the tables of then equal to the bit where it was written; with the instructions of other CPUs
         # up to 2e-6 off
         assert new == pytest.approx(old, rel=1e-5, abs=0), f"step {old['iter']}"
-    assert "rotary_tables" in capfd.readouterr().err
+    assert "rotary angles 1/base**(2i/C) in place of unknown" in capfd.readouterr().err
     assert header(tmp_path)["corpus"] == header(OLD)["corpus"]
     assert header(tmp_path)["settings"] == header(OLD)["settings"]
     assert read_file(tmp_path / "folded.pt")["meta"]["iter"] == 40
