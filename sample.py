@@ -95,11 +95,9 @@ def main():
     for i in range(cfg.num_samples):
         out = model.generate(
             idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i,
-            stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile,
+            stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile, vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
-        # A model may have more rows than its tokenizer has ids; the end token adds no text.
-        ends = tokenizer.end_ids
-        new = [t for t in out[0, len(ids) :].tolist() if t < tokenizer.vocab_size and t not in ends]
+        new = [t for t in out[0, len(ids) :].tolist() if t not in tokenizer.end_ids]  # they add no text
         reply = tokenizer.decode(ids + new)[before:]  # some take the space off the first word of a text
         print(reply if cfg.chat else prompt + reply)
         if i + 1 < cfg.num_samples:

@@ -22,7 +22,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from data.tokenizer import (
-    BESIDE,
     MAX_VOCAB,
     SentencePiece,
     Tokenizer,
@@ -32,7 +31,7 @@ from data.tokenizer import (
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT, atomic_write, json_object
+from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object
 from nanonorm.typed import Count, OneLine, Range, Record, Whole, why
 
 # Text the tokenizer learns from. Measured on 2 cores, 10k tokens of mixed prose and code: 16 MiB take 1.8 s
@@ -212,7 +211,7 @@ def prepare(
         refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
-        stale = {"tokenizer.json", "tokenizer.model", *BESIDE} if meta_file.exists() else set()
+        stale = set(TOKENIZER_FILES) if meta_file.exists() else set()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
     for name in stale - tokenizer.files.keys():  # the tokenizer before had these
         (out_dir / name).unlink(missing_ok=True)

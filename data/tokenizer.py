@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 
 from nanonorm.errors import BadInput
-from nanonorm.files import json_object
+from nanonorm.files import TOKENIZER_FILES, json_object
 
 END = "<|endoftext|>"  # the end-of-document token, and the line that ends a story in a local text file
 MIN_VOCAB = 258  # 256 byte tokens, <unk> and the end token
@@ -27,8 +27,7 @@ SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 
 # What pretraining puts after a document. Chat models have it too, but their eos_token ends a turn.
 DOCUMENT_ENDS = (END, "<|end_of_text|>")
-# What may stand beside a tokenizer.json: it says which of the special tokens do what.
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+BESIDE = TOKENIZER_FILES[2:]  # of a tokenizer.json: which of the special tokens do what
 
 
 class Tokenizer:

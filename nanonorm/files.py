@@ -16,6 +16,10 @@ except ImportError:  # not a Unix: folders are not locked there
     fcntl = None
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
+TOKENIZER_FILES = (  # either of the first two, and what may stand beside the second
+    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 FORMAT = 1  # of a model file, in its meta; a file without the number is of format 1
 
 

@@ -33,11 +33,13 @@ class KVCache:
 def generate(
     model, idx, max_new_tokens: int, temperature=1.0, top_k: int | None = None, top_p=1.0,
     seed: int | None = None, stop_id: int | tuple[int, ...] | None = None, use_cache=True, compile=False,
+    vocab_size: int | None = None,
 ):  # fmt: skip
     """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), and ends early once
     every row has said stop_id, or one of several (rows that did before are padded with the first).
     `compile` makes the step from one token to the next a single graph, compiled once for each B and each
-    128 tokens of cache; it needs the cache. Raises: ModelError for logits that are not finite.
+    128 tokens of cache; it needs the cache. No id from vocab_size on is drawn: a model may have more rows
+    than its tokenizer has ids. Raises: ModelError for logits that are not finite.
 
     The context is the last block_size tokens; when full it drops to its newer half, with the cache or
     without.
@@ -66,7 +68,7 @@ def generate(
         else:
             logits = decode(unseen, cache=cache, last_only=True)
         finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
-        new = sample_token(logits[:, -1], temperature, top_k, top_p, rng)
+        new = sample_token(logits[:, -1, :vocab_size], temperature, top_k, top_p, rng)
         if stops:
             new = new.masked_fill(done, stops[0])
             done |= torch.isin(new, any_stop)

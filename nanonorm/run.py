@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from nanonorm.errors import BadFile, BadInput, ModelError
-from nanonorm.files import atomic_write, hold_folder, read_file, write_file, writing
+from nanonorm.files import TOKENIZER_FILES, atomic_write, hold_folder, read_file, write_file, writing
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
 from nanonorm.ranks import Ranks
@@ -30,10 +30,6 @@ from nanonorm.typed import STRICT, Record, Whole, printable, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
 EXPORTS = ("unfused.pt", "folded.pt", "model.pt")
-TOKENIZER_FILES = (
-    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "generation_config.json", "chat_template.jinja",
-)  # fmt: skip
 RUN_FILES = (*MARKS, *TOKENIZER_FILES, *EXPORTS)
 
 

@@ -8,7 +8,7 @@
 
 PATH is a run folder, a model file, a Hugging Face folder or a hub id. Whatever tapers is at gate 0. An export
 is compared with the model on real text before --out exists; the error stands in its README.md and in its
-nanonorm.json, and one that is too large is the end of it. What the targets need, and what proves them, is
+nanonorm.json, and no error that is too large is accepted. What the targets need, and what proves them, is
 installed by `pip install -r requirements-export.txt`.
 """
 
@@ -30,13 +30,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import Tokenizer
-from model import Transformer, export, exports
+from model import Transformer, export, exports, types_of
 from nanonorm.cli import parse
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, sync_folder, writing
 from nanonorm.hub import open_model
 from sample import tokenizer_of
-from scripts.exports import Job, describe
+from scripts.exports import Job, describe, name_of, prove
+from scripts.exports.stock import wants_folding
 
 FORMS_FOR = {
     "hf": "folded",
@@ -65,10 +66,13 @@ def whole_folder(out: Path):
     """A folder to write into, which becomes `out` in the end; on any failure nothing is left of it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out} exists and is not an empty folder; name another --out")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent))
+    if out == Path.cwd():
+        raise BadInput(f"{out} is the folder you are in; name another --out")
+    parents, beside = [folder for folder in out.parents if not folder.exists()], None
     try:
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            beside = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent))
         folder = beside / out.name
         folder.mkdir()  # not `beside` itself: nobody else may read that one
         yield folder
@@ -77,8 +81,14 @@ def whole_folder(out: Path):
                 out.rmdir()
             folder.rename(out)
             sync_folder(out.parent)
+    except (BadInput, ModelError) as e:  # about `out`, not the folder that is to be it
+        raise type(e)(str(e).replace(f"{beside}/{out.name}", str(out))) from e
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what is not empty stays
+            for parent in parents:
+                parent.rmdir()
 
 
 def open_source(name: str, form: str) -> tuple[Transformer, Path]:
@@ -119,10 +129,13 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
 
 @torch.no_grad()
 def rounded(model: Transformer, dtype: torch.dtype, idx: torch.Tensor) -> dict[str, float]:
-    """Cast the weights, in place; returns how far that moves the logits, of their scale, in float32."""
+    """Cast the weights, in place; returns how far that moves the logits, of their spread, in float32.
+
+    Raises: ModelError if that is more than the type should cost.
+    """
     before = copy.deepcopy(model).float()(idx)
     after = copy.deepcopy(model.to(dtype)).float()(idx)
-    return {"float32": ((after - before).abs().max() / before.abs().max()).item()}
+    return {"float32": prove(before, after, dtype, f"the model rounded to {name_of(dtype)}", "float32")}
 
 
 def main():
@@ -131,23 +144,37 @@ def main():
         raise BadInput("name a model and a folder to make: python scripts/convert.py PATH --to=hf --out=DIR")
     write = import_module(f"scripts.exports.{cfg.to}").write
     form = FORMS_FOR[cfg.to] if cfg.form == "auto" else cfg.form
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves nothing either
-    with whole_folder(Path(cfg.out)) as folder:
-        model, path = open_source(words[0], form)
+    for name in ("SIGTERM", "SIGHUP"):  # leave nothing either
+        number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    model, path = open_source(words[0], form)
+    if cfg.form != "auto" and model.config.form in ("folded", "weightless") and model.config.form != form:
+        remedy = f"leave out --form={form}, or give the unfused.pt or the ckpt.pt that it was made of"
+        raise BadInput(f"{path} is {model.config.form} already; {remedy}")
+    if cfg.form == "auto" and cfg.to in ("stock", "gguf") and wants_folding(model.config):
+        form = "folded"
+    out = Path(cfg.out).resolve()
+    with whole_folder(out) as folder:
         if model.taper_norms() and model.gate > 0:
             print(f"the gate of {path} is still at {model.gate.item():.2f}; at 0 it is exported", flush=True)
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
         idx, text = real_text(tokenizer, model.config.block_size)
         meta = model.meta
+        wanted = torch.float32 if cfg.to in ("gguf", "onnx") else DTYPES.get(cfg.dtype)  # what is written
+        if wanted is not None:  # the fold is to be as exact as what it is written in
+            model = model.to(torch.promote_types(types_of(model)[0], wanted))
         model, errors = in_form(model.requires_grad_(False), form, idx)
         errors = {"the fold": errors}
         if cfg.dtype != "auto":
             errors[f"rounding to {cfg.dtype}"] = rounded(model, DTYPES[cfg.dtype], idx)
         job = Job(model.eval(), tokenizer, meta, path, folder, idx, text, errors)
-        done = write(job)
-        describe(job, cfg.to, done)
-    worst = ", ".join(f"{error:.1e} in {name}" for name, error in done["errors"].items())
-    print(f"wrote {cfg.out}: at most {worst} of the logit scale off, on {text}")
+        with writing(out):
+            done = write(job)
+            describe(job, cfg.to, done)
+    said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
+    said += [f"{max(found.values()):.1e} by {what}" for what, found in errors.items() if found]
+    print(f"wrote {cfg.out}: at most {', '.join(said)} of the logit scale off, on {text}")
 
 
 if __name__ == "__main__":

@@ -23,19 +23,25 @@ fail() {
     echo "$*" >&2
     exit 2
 }
+command -v python >/dev/null || fail "there is no python on the PATH: activate an environment that has one"
 python -c "import lm_eval" 2>/dev/null || fail "lm_eval is missing: pip install -r requirements-export.txt"
 if [ -z "${LOCAL:-}" ] && [ -z "${HF_HUB_OFFLINE:-}" ]; then
     python -c "from huggingface_hub import HfApi; HfApi().dataset_info('Rowan/hellaswag', timeout=20)" 2>/dev/null ||
         fail "the Hugging Face hub is out of reach, and the tasks' data with it; LOCAL=1 runs the local tasks"
 fi
-if ! grep -qs '"model_type"' "$path/config.json"; then # a run folder has a config.json of its own
+export HF_MODULES_CACHE="$work/modules" # transformers keeps a copy of a model's code there
+# under fixed names, since lm_eval and sed have characters of their own
+if grep -qs '"model_type"' "$path/config.json"; then # a run folder has a config.json of its own
+    ln -s "$path" "$work/model"
+else
     python scripts/convert.py "$path" --to=hf --out="$work/model" >"$work/log" || exit 2
-    path=$work/model
 fi
+ln -s "$text" "$work/text"
+ln -s "$PWD/scripts/lm_eval_tasks" "$work/tasks"
 
 evaluate() { # task, examples, flags
     echo "== $1, $2 examples before the question"
-    if ! python -m lm_eval --model hf --model_args "pretrained=$path,trust_remote_code=True,dtype=${DTYPE:-float32}" \
+    if ! python -m lm_eval --model hf --model_args "pretrained=$work/model,trust_remote_code=True,dtype=${DTYPE:-float32}" \
         --tasks "$1" --num_fewshot "$2" "${@:3}" 2>"$work/log"; then
         echo "lm_eval did not finish $1: $(tail -n 1 "$work/log")" >&2
         status=2
@@ -44,7 +50,7 @@ evaluate() { # task, examples, flags
 status=0
 if [ -n "${LOCAL:-}" ]; then
     for task in scripts/lm_eval_tasks/*.yaml; do
-        sed "s|HERE|$PWD/scripts/lm_eval_tasks|; s|TEXT|$text|" "$task" >"$work/$(basename "$task")"
+        sed "s|HERE|$work/tasks|; s|TEXT|$work/text|" "$task" >"$work/$(basename "$task")"
     done
     export HF_HUB_OFFLINE=1
     evaluate local_choice,local_text 0 --include_path "$work" --device cpu --batch_size 4 "$@"

@@ -34,13 +34,26 @@ class Runs:
 
 
 def tried(run: str, target: str, folder: Path) -> str:
-    """The cell of a run and a target: the error in float64 and float32, or why there is no export."""
+    """The cell of a run and a target: the error, and in brackets that in float64, or why there is no export.
+
+    Raises: BadInput if the command neither exports nor refuses.
+    """
     command = [sys.executable, "scripts/convert.py", run, f"--to={target}", f"--out={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    last = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("convert.py: ")
+    if done.returncode == 2:
+        return last.partition(";")[0]
     if done.returncode:
-        return "refused: " + done.stderr.strip().splitlines()[-1].removeprefix("convert.py: ")
+        raise BadInput(f"convert.py {run} --to={target} ended with status {done.returncode}: {last}")
     errors = json.loads((folder / "nanonorm.json").read_text())["errors"]
-    return ", ".join(f"{error:.0e} in {name}" for name, error in errors.items())
+    exact = errors.pop("float64", None)
+    cells = [short(error) for error in errors.values()] + ([] if exact is None else [f"({short(exact)})"])
+    return " ".join(cells)
+
+
+def short(error: float) -> str:
+    """4e-7, or 0."""
+    return f"{error:.0e}".replace("e-0", "e-") if error else "0"
 
 
 def main():
@@ -49,6 +62,8 @@ def main():
     runs = dict(word.split("=", 1) for word in words if "=" in word)
     if not runs or len(runs) < len(words):
         raise BadInput("name the runs: python scripts/where_it_runs.py internal=out/demo all=out/all")
+    if missing := [run for run in runs.values() if not Path(ROOT, run).exists()]:
+        raise BadInput(f"no such file or folder: {missing[0]}")
     print(f"| | {' | '.join(runs)} |\n|---|{'---|' * len(runs)}")
     with tempfile.TemporaryDirectory() as temporary:
         for target, who in TARGETS.items():

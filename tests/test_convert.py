@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from running import ROOT, refused, train
 
 from data.tokenizer import load_tokenizer
 from model import ModelConfig, Transformer, fold, unfuse
-from nanonorm.files import write_file
+from nanonorm.errors import BadInput
+from nanonorm.files import write_file, writing
 from nanonorm.hub import open_model
 from scripts import exports as shared
+from scripts import where_it_runs
 from scripts.exports import hf, tokenizer_json
 
 transformers = pytest.importorskip("transformers")
@@ -314,6 +318,40 @@ def test_a_layernorm_without_shifts_is_a_stock_llama(saved, tmp_path):
         )
 
 
+@pytest.mark.parametrize("norm", ["cbwc", "layernorm"])
+def test_what_a_stock_class_wants_folded_is_folded_in_float32(norm, saved, tmp_path):
+    ours = network(
+        "ours", "all" if norm == "layernorm" else "cbwc", torch.float32, norm=norm, norm_bias=False
+    )
+    out = convert(saved(ours), "stock", tmp_path / "out")
+    assert facts(out)["network"]["form"] == "folded" and "float64" in facts(out)["errors_before"]["the fold"]
+    with torch.no_grad():
+        assert scale_of_difference(opened(out, torch.float32)(ids(2, 48)).logits, ours(ids(2, 48))) <= SINGLE
+
+
+@pytest.mark.parametrize("to", ["hf", "stock"])
+def test_cbwc_without_shifts_saves_the_centring(to, saved, tmp_path):
+    ours = network("llama", "cbwc", norm_bias=False)
+    out = convert(saved(ours), to, tmp_path / "out")
+    again = Transformer.from_file(*open_model(out))
+    assert scale_of_difference(again(ids(2, 48)), ours(ids(2, 48))) <= EXACT
+    card = (out / "README.md").read_text()
+    assert "Removed: the centring" in card and "is not computed any more" in card and "Nothing" not in card
+
+
+def test_values_too_large_for_the_eps_of_float16_are_refused(saved, capsys, tmp_path):
+    ours = network("gpt2", "all", torch.float32)
+    with torch.no_grad():
+        ours.pos_emb.weight[0] *= 1000  # as a GPT-2's first position
+        for norm in ours.taper_norms().values():
+            norm.weight_tilde *= 0.02
+    command = saved(ours), "--to=stock", f"--out={tmp_path / 'out'}"
+    error = refused(capsys, *command, "--dtype=float16", program=CONVERT)
+    assert "values are too large for float16" in error and "--dtype=bfloat16" in error
+    assert nothing_left(tmp_path)
+    train(*command, "--dtype=bfloat16", program=CONVERT)
+
+
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype, eps, off", [("bfloat16", 2.0**60, 5e-2), ("float16", 2.0**20, 5e-3)])
 def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
@@ -392,6 +430,119 @@ def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):
     assert "| rounding to bfloat16 | float32 |" in (tmp_path / "out/README.md").read_text()
 
 
+def test_a_rounding_that_destroys_the_model_is_refused(saved, capsys, tmp_path):
+    ours = network("ours", "internal", torch.float32)
+    with torch.no_grad():
+        ours.tok_emb.weight *= 1e-8  # 0 in float16
+    error = refused(capsys, saved(ours), f"--out={tmp_path / 'out'}", "--dtype=float16", program=CONVERT)
+    assert "the model rounded to float16 differs by" in error and nothing_left(tmp_path)
+
+
+def test_the_command_says_what_rounding_costs(saved, capsys, tmp_path):
+    source = saved(network("ours", "internal", torch.float32))
+    train(source, f"--out={tmp_path / 'out'}", "--dtype=bfloat16", program=CONVERT)
+    said = facts(tmp_path / "out")["errors_before"]["rounding to bfloat16"]["float32"]
+    assert f"{said:.1e} by rounding to bfloat16" in capsys.readouterr().out
+
+
+def test_a_wider_export_is_folded_in_its_own_type(saved, tmp_path, code_cache):
+    ours = network("ours", "internal", torch.bfloat16)
+    out = convert(saved(ours), "hf", tmp_path / "wide", "--dtype=float32")
+    idx = ids(2, 48)
+    with torch.no_grad():
+        assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
+
+
+def test_what_a_class_of_transformers_refuses_is_one_line(saved, capsys, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("`embed_dim` must be\ndivisible by num_heads")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    source = saved(network("gpt2"))
+    error = refused(capsys, source, "--to=hf", f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert "transformers refuses the file: `embed_dim` must be divisible" in error and nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["unfused", "trained"])
+def test_a_folded_file_has_no_other_form(form, saved, capsys, tmp_path):
+    source = saved(fold(network("ours", "all")), "folded.pt")
+    error = refused(capsys, source, f"--form={form}", f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert "is folded already; leave out --form" in error and nothing_left(tmp_path)
+
+
+def test_a_refusal_leaves_no_parents(saved, capsys, tmp_path):
+    source = saved(network("ours", "coupled"))
+    out = tmp_path / "new/a/b/c"
+    assert "norm=coupled" in refused(capsys, source, "--to=stock", f"--out={out}", program=CONVERT)
+    assert nothing_left(tmp_path)
+    assert (convert(source, "hf", out) / "README.md").exists()
+
+
+def test_the_folder_may_be_a_link_but_not_where_you_are(saved, capsys, tmp_path, monkeypatch):
+    source = saved(network("ours"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert (convert(source, "hf", tmp_path / "link") / "config.json").exists()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "the folder you are in" in refused(capsys, source, "--out=.", program=CONVERT)
+
+
+def test_a_hangup_leaves_nothing(saved, tmp_path, monkeypatch):
+    def hang_up(job):
+        (job.folder / "half").write_text("half")
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(hf, "write", hang_up)
+    handler = signal.getsignal(signal.SIGHUP)
+    try:
+        train(saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT, expect=129)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert nothing_left(tmp_path)
+
+
+def test_a_full_disk_names_the_folder(saved, capsys, tmp_path, monkeypatch):
+    def full(job):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, "write", full)
+    error = refused(capsys, saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert f"cannot write {tmp_path / 'out'}: No space left on device; free the disk" in error
+
+    def full_within(job):
+        with writing(job.folder / "model.safetensors"):
+            full(job)
+
+    monkeypatch.setattr(hf, "write", full_within)
+    error = refused(capsys, saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT)
+    assert f"cannot write {tmp_path / 'out/model.safetensors'}: No space" in error
+
+
+def test_where_it_runs_tells_a_refusal_from_a_failure(tmp_path, monkeypatch):
+    def ends(status, said=""):
+        done = SimpleNamespace(returncode=status, stderr=said)
+        monkeypatch.setattr(where_it_runs.subprocess, "run", lambda *_, **__: done)
+        return where_it_runs.tried("out/x", "hf", tmp_path)
+
+    assert ends(2, "a warning\nconvert.py: it has norms; train again\n") == "it has norms"
+    with pytest.raises(BadInput, match="ended with status 1: KeyError"):
+        ends(1, "Traceback\nKeyError: 3\n")
+    for errors, cell in (
+        ({"float64": 1.2e-15, "float32": 4.1e-7}, "4e-7 (1e-15)"),
+        ({"float32": 9e-7}, "9e-7"),
+        ({"float64": 0.0, "float32": 5e-11}, "5e-11 (0)"),
+    ):
+        (tmp_path / "nanonorm.json").write_text(json.dumps({"errors": errors}))
+        assert ends(0) == cell
+
+
+def test_where_it_runs_wants_runs_that_exist(capsys, tmp_path):
+    error = refused(capsys, f"all={tmp_path / 'none'}", program="scripts/where_it_runs.py")
+    assert f"no such file or folder: {tmp_path / 'none'}" in error
+
+
 def test_of_a_run_stock_takes_the_unfused_export(saved, tmp_path):
     ours = network("gpt2", "all")
     folder = saved(fold(ours), "folded.pt").parent
@@ -442,10 +593,14 @@ def test_a_wrong_command_is_one_line(flags, words, saved, capsys, tmp_path):
     assert words in refused(capsys, source, *flags, program=CONVERT) and nothing_left(tmp_path)
 
 
-def test_without_the_hub_the_local_way_out_is_named(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    error = refused(capsys, "gpt2", f"--out={tmp_path / 'out'}", program=CONVERT)
-    assert "--local-dir" in error and nothing_left(tmp_path)
+def test_without_the_hub_the_local_way_out_is_named(tmp_path):
+    """With the real client, and nothing at the other end."""
+    command = [sys.executable, CONVERT, "gpt2", f"--out={tmp_path / 'out'}"]
+    (tmp_path / "source").mkdir()
+    nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "source")}
+    run = subprocess.run(command, cwd=ROOT, env=nowhere, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+    assert "--local-dir" in run.stderr and nothing_left(tmp_path)
 
 
 def test_a_missing_package_is_named(saved, capsys, tmp_path, monkeypatch):

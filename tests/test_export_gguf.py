@@ -116,6 +116,32 @@ def test_the_proof_finds_a_wrong_file(fault, tokenizer, tmp_path, monkeypatch):
         gguf.write(job_of(model, tokenizer, tmp_path))
 
 
+@pytest.mark.parametrize("offset", [0.0, -10.0])  # which every logit of a position shares
+def test_the_proof_finds_a_wrong_gpt_2(offset, tokenizer, tmp_path, monkeypatch):
+    model = network("layernorm", **GPT2)
+    with torch.no_grad():
+        model.tok_emb.weight += 0.3
+        model.norm_final.bias += offset
+    job = job_of(model, tokenizer, tmp_path)
+    assert gguf.write(job)["errors"]["float32"] < 2e-3
+    tensors, lost = gguf.tensors, "blk.1.attn_qkv.bias"
+
+    def without(*args):
+        return ((name, t * (name != lost)) for name, t in tensors(*args))
+
+    monkeypatch.setattr(gguf, "tensors", without)
+    with pytest.raises(ModelError, match=r"llama\.cpp differs by"):
+        gguf.write(job)
+
+
+def test_a_context_of_one_token_is_refused(tokenizer, tmp_path):
+    model = network("rmsnorm")
+    model.config = replace(model.config, block_size=1)
+    with pytest.raises(ModelError) as error:
+        gguf.write(job_of(model, tokenizer, tmp_path))
+    assert "no context of one token" in one_line(error)
+
+
 def test_a_file_that_llama_cpp_cannot_read_is_one_line(tokenizer, tmp_path, monkeypatch):
     tensors = gguf.tensors
     monkeypatch.setattr(gguf, "tensors", lambda *args: list(tensors(*args))[:-1])
@@ -205,6 +231,22 @@ def test_the_tokenizer_goes_in(kind, tmp_path):
     else:
         assert field["ggml.pre"] == kind and field["chat_template"].startswith("{{")
         assert field["ggml.eot_token_id"] in tokenizer.end_ids
+
+
+def test_the_end_tokens_have_their_order(tmp_path):
+    from gguf import GGUFReader
+
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "out").mkdir()
+    tokenizer = tokenizer_json("gpt-2", tmp_path / "tokenizer")
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "<|end_of_turn|>"}')
+    (tmp_path / "tokenizer/generation_config.json").write_text('{"eos_token_id": [0, 1, 60, 61]}')
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    done = gguf.write(job_of(network("rmsnorm"), tokenizer, tmp_path / "out"))
+    read = GGUFReader(tmp_path / "out/model.gguf")
+    found = [read.get_field(f"tokenizer.ggml.{role}_token_id").contents() for role in ("eos", "eot", "eom")]
+    assert found == [1, 0, 60] and done["dtype"] == "float32"
+    assert f"left out: `{tokenizer.core.id_to_token(61)}`" in done["how"]
 
 
 @pytest.mark.parametrize(

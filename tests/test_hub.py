@@ -23,8 +23,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from model import KVCache, Transformer
 from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.families import FAMILIES
 from nanonorm.files import ROOT, write_file
-from nanonorm.hub import FAMILIES, find, is_pretrained, open_model, read_pretrained, write_pretrained
+from nanonorm.hub import find, is_pretrained, open_model, read_pretrained, write_pretrained
 
 VOCAB = 61
 LLAMA3 = {
@@ -324,7 +325,10 @@ def test_the_base_is_named_with_its_licence(readme, said, tmp_path):
     assert meta == {"base": base | ids}
     cached = tmp_path / "models--someone--small-llama/snapshots/0123abc"
     shutil.copytree(folder, cached)
-    assert read_pretrained(cached)["meta"]["base"]["name"] == "someone/small-llama"
+    named = {"name": "someone/small-llama", "hub": True}
+    assert read_pretrained(cached)["meta"]["base"] == base | ids | named
+    cached = shutil.copytree(folder, tmp_path / "models--gpt2/snapshots/0123abc")  # an id without a slash
+    assert read_pretrained(cached)["meta"]["base"] == base | ids | {"name": "gpt2", "hub": True}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -465,6 +469,11 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path):
         ("rmsnorm", {"n_head": 5, "head_dim": 4}, "n_embd=24"),
         ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "n_kv_head": 2}, "n_kv_head=2"),
         ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "head_dim": 4}, "head_dim=4"),
+        (
+            "layernorm",
+            {"positions": "learned", "mlp": "gelu", "bias": True, "n_head": 5, "head_dim": 4},
+            "n_embd=24",
+        ),
     ],
 )
 def test_what_no_stock_class_holds(variant, more, said, tmp_path):
@@ -516,10 +525,12 @@ def test_open_model_tells_folders_apart(tmp_path):
         (run, run / "model.pt"),
         (run / "model.pt", run / "model.pt"),
     ):
-        file, where = open_model(str(name), torch.bfloat16)
-        assert where == path and {t.dtype for t in file["state"].values()} == {torch.bfloat16}
+        file, where = open_model(str(name))
+        assert where == path
         Transformer.from_file(file, where)
-    assert open_model(pretrained)[0]["state"]["tok_emb.weight"].dtype == torch.float32
+    for dtype in (torch.float32, torch.bfloat16):  # the folder's own, and another
+        state = read_pretrained(pretrained, None if dtype == torch.float32 else dtype)["state"]
+        assert {t.dtype for t in state.values()} == {dtype}
     cut(pretrained / "config.json", 40)
     with pytest.raises(BadFile) as e:
         open_model(pretrained)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     acc = accuracy(model, tokenizer, [json.loads(line) for line in questions])
     named = found["local_choice"]
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
+    text, export = tmp_path / "a&b|c,d", tmp_path / "x,dtype=float16"
+    text.write_text("A line, and another.\n" * 20)
+    command = [sys.executable, "scripts/convert.py", reference, "--to=hf", f"--out={export}"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    cache = tmp_path / "modules"
+    where = {"LOCAL": "1", "TEXT": str(text), "HF_MODULES_CACHE": str(cache)}
+    run = lm_eval(export, "--output_path", tmp_path / "out", **where)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    model = Transformer.load(reference / "folded.pt")
+    bits = bits_per_byte(model, load_tokenizer(reference), text.read_text())
+    assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+    assert not cache.exists()
+
+
+def test_without_python_it_says_so_in_one_line(tmp_path):
+    for tool in ("bash", "dirname", "mktemp", "realpath", "rm"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    command = [shutil.which("bash"), SCRIPT, tmp_path]
+    run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "no python" in run.stderr
 
 
 def test_without_the_hub_it_says_so_in_one_line(tmp_path):

@@ -31,10 +31,8 @@ from data.sampling import windows
 from data.tokenizer import END, SentencePiece, TokenizerJson, load_tokenizer, train_tokenizer
 from model import Transformer
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT
 from nanonorm.hub import write_pretrained
 
-GPT2 = ROOT.parent / "shared/data/gpt2"
 BEGIN, TURN, EOM = "<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>"
 SPECIAL = [BEGIN, "<|end_of_text|>", TURN, EOM, "<|user|>"]
 TEMPLATE = """{{- bos_token }}
@@ -145,13 +143,17 @@ def test_a_file_that_cuts_and_pads_does_neither_here():
     assert len(tokenizer.encode("a")) == 1
 
 
-@pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's vocabulary beside the checkout")
-def test_gpt2s_two_files_are_its_tokenizer():
-    tokenizer = load_tokenizer(GPT2)
-    assert tokenizer.encode("Hello world") == [15496, 995]
-    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.bos_id) == (50257, 50256, None)
-    for text in NASTY:
-        assert tokenizer.decode(tokenizer.encode(text)) == text and 50256 not in tokenizer.encode(text)
+def test_gpt2s_two_files_are_its_tokenizer(tmp_path):
+    """vocab.json and merges.txt, as GPT-2 was published: the same ids as its tokenizer.json."""
+    core = byte_level([END])
+    core.model.save(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"vocab.json", "merges.txt"}
+    tokenizer, whole = load_tokenizer(tmp_path), TokenizerJson(gpt2())
+    end = core.token_to_id(END)
+    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.bos_id) == (core.get_vocab_size(), end, None)
+    for text in [*NASTY, *MODULES, f"a{END}b"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and end not in ids and ids == whole.encode(text)
 
 
 def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
@@ -453,7 +455,7 @@ def sampled(monkeypatch, capsys, answer, *argv):
 
 
 def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, monkeypatch, capsys):
-    answer = [*chatty.encode(" you"), chatty.vocab_size + 3, 3, 3]
+    answer = [*chatty.encode(" you"), 3, 3]
     prompt = "hello \u00e9"
     said, ids, stops = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}")
     assert said == f"{prompt} you\n" and ids == [0, *chatty.encode(prompt)] and set(stops) == {1, 2, 3}
@@ -461,6 +463,24 @@ def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, mo
     assert said == " you\n" and ids == [0]
     said, ids, _ = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}", "--chat=True")
     assert said == " you\n" and ids == chatty.chat([{"role": "user", "content": prompt}])
+
+
+def test_no_id_beyond_the_tokenizers_is_drawn(run_folder, chatty, monkeypatch, capsys):
+    """Qwen's models have more rows than its tokenizer has ids; fed back, such an id changes what follows."""
+    model = Transformer.load(run_folder / "model.pt")
+    prompt = torch.tensor([[1, 320], [3, 325]])
+    for how in ({"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 300, "top_p": 0.9, "use_cache": False}):
+        assert model.generate(prompt, 20, **how)[:, 2:].max() >= 9
+        assert model.generate(prompt, 20, **how, vocab_size=9)[:, 2:].max() < 9, how
+    asked, generate = [], Transformer.generate
+
+    def watched(*args, **how):
+        asked.append(how["vocab_size"])
+        return generate(*args, **how)
+
+    monkeypatch.setattr(Transformer, "generate", watched)
+    train(run_folder, "--prompt=a", "--max_new_tokens=3", program="sample.py")
+    assert asked == [chatty.vocab_size] and capsys.readouterr().out
 
 
 def test_a_space_that_decoding_drops_at_the_start_is_kept(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,8 @@ from model import TOLERANCE, ModelConfig, Transformer
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import atomic_write
 
-ALLOWED = {**TOLERANCE, torch.float16: 1e-2}  # largest error of a logit over the largest logit
+ALLOWED = {**TOLERANCE, torch.float16: 1e-2}  # largest error of a logit, of the spread of the logits
+EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
 SITES = {
     "internal": "the two norms of every block",
     "final": "the norm before the output head",
@@ -32,8 +33,9 @@ OTHERWISE = {
 @dataclass
 class Job:
     """One export. `write(job)` of its module fills `folder` and returns {"errors": {type: largest error of a
-    logit over the largest logit}, "how": how to load it, "saves": what it saves and what not}; it raises
-    ModelError for a network that the target cannot hold, and for an error above `ALLOWED`."""
+    logit, of `spread`}, "how": how to load it, "saves": what it saves and what not}, and "dtype" if the
+    weights are written in another type than the model's. It raises ModelError for a network that the target
+    cannot hold, and for an error above `ALLOWED`."""
 
     model: Transformer  # in eval mode on the CPU, its weights as they will be exported
     tokenizer: Any  # as data.tokenizer.load_tokenizer gives it
@@ -48,18 +50,34 @@ class Job:
     def dtype(self) -> torch.dtype:
         return self.model.tok_emb.weight.dtype
 
+    @property
+    def exact(self) -> bool:
+        """Whether the network is small enough to be proved in float64."""
+        return sum(p.numel() for p in self.model.parameters()) <= EXACT_UP_TO
+
     @torch.no_grad()
     def logits(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """What the export must say of the sample, computed in `dtype`. (B, T, V)"""
         return copy.deepcopy(self.model).to(dtype)(self.sample)
 
 
-def prove(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, what: str) -> float:
-    """max |theirs - ours| / max |ours|. Raises: ModelError if it is more than `dtype` explains."""
-    error = ((theirs - ours).abs().max() / ours.abs().max()).item()
+def spread(logits: torch.Tensor) -> torch.Tensor:
+    """The largest distance of a logit from the mean of its position: what all logits of a position share
+    changes no probability, and would hide an error."""
+    return (logits - logits.mean(-1, keepdim=True)).abs().max()
+
+
+def prove(
+    ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, what: str, computed: str | None = None
+) -> float:
+    """max |theirs - ours| / spread(ours); computed: the type, if that is not `dtype`.
+
+    Raises: ModelError if it is more than `dtype` explains.
+    """
+    error = ((theirs - ours).abs().max() / spread(ours)).item()
     if not error <= ALLOWED[dtype]:
         raise ModelError(
-            f"{what} differs by {error:.1e} of the logit scale in {name_of(dtype)}; not exported"
+            f"{what} differs by {error:.1e} of the logit scale in {computed or name_of(dtype)}; not exported"
         )
     return error
 
@@ -111,7 +129,9 @@ def model_card(job: Job, kind: str, done: dict) -> str:
     origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`)."
     if base:
         front |= {"license": base.get("license") or "other"}
-        front |= {"base_model": base["name"]} if "/" in base["name"] else {}  # else it is a folder's name
+        front |= (
+            {"base_model": base["name"]} if base.get("hub", "/" in base["name"]) else {}
+        )  # else it is a folder's name
         licence = base.get("license") or "not stated there"
         origin = f"Made from `{base['name']}` ({base['architecture']}); its licence: {licence}."
     corpus = job.meta.get("corpus", {}).get("source")
@@ -119,13 +139,15 @@ def model_card(job: Job, kind: str, done: dict) -> str:
     shape = f"{c.n_layer} blocks, width {c.n_embd}, vocabulary {c.vocab_size:,}, context {c.block_size:,}"
     B, T = job.sample.shape
     errors = {**job.errors, "this export": done["errors"]}
+    dtype = done.get("dtype", name_of(job.dtype))
     rows = [(what, name, error) for what, found in errors.items() for name, error in found.items()]
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
     lines += [f"# {job.folder.name}", ""]
-    lines += [removed(c, kind), "", " ".join([origin, *trained, f"{shape}; {name_of(job.dtype)} weights."])]
-    lines += ["", "## How to load it", "", done["how"], "", "## What it saves, and what not", ""]
+    lines += [removed(c, kind), "", " ".join([origin, *trained, f"{shape}; {dtype} weights."])]
+    lines += ["", "## How to load it", "", done["how"], "", "## What it saves, and what it does not", ""]
     lines += [done["saves"], "", "## Measured error", ""]
-    lines += [f"Largest difference of a logit over the largest logit, on {B} x {T} tokens of {job.text}:", ""]
+    lines += ["Largest difference of a logit over the largest distance of a logit from the mean of its"]
+    lines += [f"position (the fold: over the largest logit), on {B} x {T} tokens of {job.text}:", ""]
     lines += ["| compared with the model it came from | computed in | error |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {name} | {error:.1e} |" for what, name, error in rows), ""])
 
@@ -134,7 +156,7 @@ def describe(job: Job, kind: str, done: dict):
     """Write README.md and nanonorm.json, what a program reads of it."""
     facts = {"to": kind, "errors": done["errors"], "errors_before": job.errors, "compared_on": job.text}
     facts |= {"base": job.meta.get("base"), "corpus": job.meta.get("corpus")}
-    facts |= {"dtype": name_of(job.dtype), "network": asdict(job.model.config)}
+    facts |= {"dtype": done.get("dtype", name_of(job.dtype)), "network": asdict(job.model.config)}
     for name, text in (
         ("README.md", model_card(job, kind, done)),
         ("nanonorm.json", json.dumps(facts, indent=1)),

@@ -17,8 +17,9 @@ import torch
 
 from model import RMSNorm, Transformer, exports
 from nanonorm.errors import ModelError
+from nanonorm.families import FAMILIES, misfits
 from nanonorm.files import ROOT, atomic_write
-from nanonorm.hub import FAMILIES, misfits, write_weights
+from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
@@ -38,7 +39,7 @@ SAVES = {
     "none": "It is the network as it was trained: nothing is saved.",
     "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
     " results/speed.md of nanonorm.",
-    "some": "The norms that are named above are not computed any more; the others are.",
+    "some": "What is named above is not computed any more; the rest is.",
 }
 
 
@@ -109,8 +110,17 @@ def write(job: Job) -> dict:
     file = stock_file(job.model)
     if file is None:
         return write_own(job)
-    how, saves = HOW.format(dtype=name_of(job.dtype)), SAVES["none"]
-    return {"errors": write_class(job, file), "how": how, "saves": saves}
+    how = HOW.format(dtype=name_of(job.dtype))
+    return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
+
+
+def saves(model: Transformer) -> str:
+    """What the network saves, by what was removed from it."""
+    c = model.config
+    if len(exports(c)) == 1:
+        return SAVES["none"]
+    kept = any(isinstance(m, RMSNorm) for m in model.modules())
+    return SAVES["all" if c.taper == "all" and not kept else "some"]
 
 
 def write_own(job: Job) -> dict:
@@ -124,12 +134,9 @@ def write_own(job: Job) -> dict:
     write_weights({f"net.{n}": t.contiguous() for n, t in job.model.state_dict().items()}, job.folder)
     write_tokenizer(job)
     errors = {}
-    for dtype in {torch.float64, job.dtype}:
+    for dtype in dict.fromkeys((torch.float64, job.dtype) if job.exact else (job.dtype,)):
         wide = torch.promote_types(dtype, torch.float32)
         logits = load(job.folder, dtype)(input_ids=job.sample).logits.to(wide)
         errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
-    c = job.model.config
-    gone = "none" if len(exports(c)) == 1 else "some"
-    if c.taper == "all" and not any(isinstance(m, RMSNorm) for m in job.model.modules()):
-        gone = "all"
-    return {"errors": errors, "how": OWN_HOW.format(dtype=name_of(job.dtype)), "saves": SAVES[gone]}
+    how = OWN_HOW.format(dtype=name_of(job.dtype))
+    return {"errors": errors, "how": how, "saves": saves(job.model)}

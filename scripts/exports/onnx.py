@@ -12,15 +12,13 @@ import torch
 from nanonorm.onnx import Session, export
 from scripts.exports import Job, name_of, prove
 
-EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
-
 HOW = """\
     import numpy, onnxruntime
     session = onnxruntime.InferenceSession("model.onnx")
     ids = numpy.array([[1, 2, 3]])                          # int64, (batch, length up to {length})
     logits = session.run(None, {{"input_ids": ids}})[0]       # float32, (batch, length, {vocabulary})
 
-RMSNorm and attention are one operator each (operator set 23). Tokens on the right change nothing on their
+RMSNorm and attention are one operator each (opset 23). Tokens on the right change nothing on their
 left: pad there where rows differ in length."""
 SAVES = """\
 The norms that were removed are not in the graph. Under onnxruntime, in which a norm is one kernel, that
@@ -37,13 +35,14 @@ def write(job: Job) -> dict:
     """
     c, dtypes = job.model.config, [torch.float32]
     erf = c.mlp == "gelu_erf" or c.norm == "derf"  # of which onnxruntime's CPU has no float64
-    if not erf and sum(p.numel() for p in job.model.parameters()) <= EXACT_UP_TO:
+    if not erf and job.exact:
         dtypes.append(torch.float64)
     errors = {name_of(dtype): proved(job, dtype) for dtype in dtypes}
     for name, content in job.tokenizer.files.items():
         (job.folder / name).write_bytes(content)
     return {
         "errors": errors,
+        "dtype": "float32",
         "files": sorted(file.name for file in job.folder.iterdir()),
         "how": HOW.format(length=c.block_size, vocabulary=c.vocab_size),
         "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),

@@ -9,23 +9,30 @@ from dataclasses import asdict, replace
 
 import torch
 
-from model import Transformer, fold
+from model import ModelConfig, Transformer, fold
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
-from scripts.exports import Job, name_of, needed_transformers, prove
+from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
 EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
 ENORMOUS = 2.0**60
+LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it is what it shrinks x by
 SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class runs:
-transformers, llama.cpp (`--to=gguf`) and MLX were tried; vLLM should take it, and was not. What is faster
-without norms is the network itself: `--to=hf` or `--to=onnx`."""
+llama.cpp (`--to=gguf`) runs it{mlx}; vLLM should, and was not tried. What is faster without norms is the
+network itself: `--to=hf` or `--to=onnx`."""
+CENTRING = "The centring is not computed any more; the norms are, as the stock class's own."
 HOW = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="{dtype}")
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```"""
+
+
+def wants_folding(c: ModelConfig) -> bool:
+    """Whether a stock class takes the folded form alone: where the centring moves into the matrices."""
+    return not c.norm_bias and (c.norm == "cbwc" or (c.norm == "layernorm" and c.positions == "rope"))
 
 
 def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
@@ -35,8 +42,9 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
     eps: a power of 4. Raises: ModelError, naming the export that would work.
     """
     c = model.config
-    if c.norm == "cbwc" and c.form == "folded" and not c.norm_bias:  # its matrices are centred for good
-        c = replace(c, norm="rmsnorm", norm_bias=True)
+    if c.norm == "cbwc" and c.form in ("folded", "unfused") and not c.norm_bias:
+        model = model if c.form == "folded" else fold(model)  # its matrices are centred for good
+        c = replace(model.config, norm="rmsnorm", norm_bias=True)
     if c.taper == "none" and c.norm in ("rmsnorm", "layernorm") and c.form != "weightless":
         return {"config": asdict(replace(c, form="trained")), "state": model.state_dict(), "meta": model.meta}
     refuse(model)
@@ -94,13 +102,37 @@ def write_class(job: Job, file: dict) -> dict[str, float]:
     base = (job.meta.get("base") or {}) | token_ids(job.tokenizer)
     write_pretrained({**file, "meta": {"base": base}}, job.folder)
     write_tokenizer(job)
-    again = Transformer.from_file(read_pretrained(job.folder), job.folder)
-    exact = job.dtype if job.dtype in EPS else torch.float64  # a smaller eps shows in float64 too
-    errors = {"float64": prove(job.logits(), again.double()(job.sample), exact, "the file read again")}
+    errors = {"float64": proved_exact(job)} if job.exact else {}
     dtype = torch.float32 if job.dtype == torch.float64 else job.dtype  # their norms are float32 at most
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=dtype).eval()
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(job.folder, dtype=dtype).eval()
+    except ValueError as e:  # a shape that its class refuses
+        raise ModelError(f"transformers refuses the file: {' '.join(str(e).split()):.200}") from None
     ours, logits = job.logits(torch.float32), theirs(input_ids=job.sample, use_cache=False).logits.float()
     return errors | {name_of(dtype): prove(ours, logits, dtype, type(theirs).__name__)}
+
+
+@torch.no_grad()
+def proved_exact(job: Job) -> float:
+    """The error of the file read again, in float64. Raises: ModelError if its eps does not explain it."""
+    again = Transformer.from_file(read_pretrained(job.folder), job.folder).double()
+    ours, ratios, eps = job.logits(), [0.0], again.config.norm_eps
+    if eps >= min(EPS.values()):  # of norms that only scale: each shrinks x by a half of mean(x^2) / eps
+        for part in again.modules():
+            if hasattr(part, "eps"):
+                part.register_forward_pre_hook(
+                    lambda _, inputs: ratios.append((inputs[0].square().mean(-1).max() / eps).item())
+                )
+    theirs = again(job.sample)
+    if not max(ratios) <= LARGEST:
+        why = f"its values are too large for {name_of(job.dtype)}: a norm of eps {eps:.0e} would not be idle"
+        raise ModelError(f"{why}; use --dtype=bfloat16 or --dtype=float32")
+    error = ((theirs - ours).abs().max() / spread(ours)).item()
+    if not error <= ALLOWED[torch.float64] + sum(ratios):
+        raise ModelError(
+            f"the file read again differs by {error:.1e} of the logit scale in float64; not exported"
+        )
+    return error
 
 
 def write(job: Job) -> dict:
@@ -109,5 +141,10 @@ def write(job: Job) -> dict:
         raise ModelError(
             "it has all its norms, so there is nothing to take out; --to=hf writes the class it is"
         )
-    errors = write_class(job, plain(job.model, EPS.get(job.dtype, ENORMOUS)))
-    return {"errors": errors, "how": HOW.format(dtype=name_of(job.dtype)), "saves": SAVES}
+    file = plain(job.model, EPS.get(job.dtype, ENORMOUS))
+    c = job.model.config
+    llama = file["config"]["norm"] == "rmsnorm" and not (c.qk_norm or c.qkv_bias)
+    saves = SAVES.format(mlx="; MLX read a stock Llama" if llama else "")
+    saves = CENTRING if c.norm == "cbwc" else saves
+    errors = write_class(job, file)
+    return {"errors": errors, "how": HOW.format(dtype=name_of(job.dtype)), "saves": saves}

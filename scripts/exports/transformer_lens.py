@@ -20,7 +20,6 @@ from scripts.exports.gguf import adjacent
 
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_new", "gelu_erf": "gelu"}
 LONGEST = 2048  # tokens; every layer of TransformerLens's network keeps a mask of their square
-EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
 
 HOW = """\
     from load_lens import load_lens                     # load_lens.py, in this folder
@@ -52,7 +51,7 @@ def write(job: Job) -> dict:
     for name, content in job.tokenizer.files.items():
         (job.folder / name).write_bytes(content)
     dtypes = [torch.float32]
-    if sum(p.numel() for p in model.parameters()) <= EXACT_UP_TO:
+    if job.exact:
         dtypes.append(torch.float64)
     return {
         "errors": {name_of(dtype): proved(job, dtype) for dtype in dtypes},
@@ -75,7 +74,7 @@ def refuse(model: Transformer):
         elif block.attn.norm_q is not None:
             kept = "qk_norm=True keeps those of queries and keys; taper them too, with taper_qk=True"
     if kept is not None:
-        raise ModelError(f"TransformerLens's blocks have no norms, and {kept}, or use --to=hf")
+        raise ModelError(f"this export writes no norms inside the blocks, and {kept}, or use --to=hf")
 
 
 def settings(c: ModelConfig) -> dict:
