@@ -241,7 +241,10 @@ def valid(hint):
         return st.booleans()
     if hint is str:
         return odd_text
-    base, (low, high) = get_args(hint)
+    base, limit = get_args(hint)
+    if get_origin(base) is tuple:  # one that may be a list
+        return valid(base)
+    low, high = limit
     if base is int:
         return st.one_of(
             st.integers(low, low + 8), st.sampled_from([low, min(64, high), min(2**20, high), high])

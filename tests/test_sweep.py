@@ -277,7 +277,10 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("end", ["[]", "null", "3", '{"iter": NaN}', "{", "\\xff"])
+LATER = [pytest.param(end, marks=pytest.mark.slow) for end in ("null", "3", "{", "\\xff")]
+
+
+@pytest.mark.parametrize("end", ["[]", '{"iter": NaN}', *LATER])
 def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0
@@ -295,7 +298,9 @@ def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     assert runs.look(grid["baseline"])[0] == "resume"
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "{", ""])
+@pytest.mark.parametrize(
+    "text", ["{", *(pytest.param(t, marks=pytest.mark.slow) for t in ("[]", "3", "null", ""))]
+)
 def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0
@@ -325,6 +330,7 @@ def test_a_record_that_is_none_is_refused(text, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "sweep.json").read_text() == text
 
 
+@pytest.mark.slow
 def test_an_export_that_is_cut_is_written_again(stand_in, tmp_path, monkeypatch):
     argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0

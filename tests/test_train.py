@@ -265,7 +265,11 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("norm", "taper", "accumulated"),
-    [("rmsnorm", "all", 1), ("layernorm", "internal", 2), ("cbwc", "none", 1)],
+    [
+        ("layernorm", "internal", 2),
+        pytest.param("rmsnorm", "all", 1, marks=pytest.mark.slow),
+        pytest.param("cbwc", "none", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, accumulated):
     """From step to step of a phase only what tensors hold changes: the operators of its fourth step, done
@@ -300,6 +304,7 @@ def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, acc
     assert graphs[-1].replays == 2 and len(graphs) == 4
 
 
+@pytest.mark.slow
 def test_a_run_of_before_a_knob_was_added_goes_on(corpus, tmp_path):
     for name in ("run", "whole"):
         train(*flags(tmp_path / name, corpus, max_iters=46, ckpt_interval=20))
@@ -336,6 +341,7 @@ def test_a_step_as_a_cuda_graph(corpus, tmp_path, compile):
         assert a["train/ce"] == pytest.approx(b["train/ce"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):
     (tmp_path / "looking.py").write_text(f"""
 import runpy, sys, torch
