@@ -34,12 +34,11 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.generation import KVCache
-from nanonorm.hub import open_model
 from nanonorm.kernels import attend
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import COLOURS, GREY, pyplot
-from nanonorm.run import EXPORTS
+from nanonorm.run import EXPORTS, open_model
 from nanonorm.timing import OnnxStep, count_work, in_runtime, time_rounds
 from nanonorm.typed import Count, Whole
 

@@ -642,16 +642,15 @@ class Transformer(nn.Module):
     def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
         """idx, targets: (B, T) token ids. Returns logits (B, T, V), with last_only (B, 1, V); or Losses."""
         T = idx.shape[1]
-        if cache is None:
-            rows, rest = slice(T), [()] * len(self.blocks)
-        else:
+        rows, mask = slice(T), None
+        if cache is not None:
             rows = cache.pos + torch.arange(T, device=idx.device)
             mask = cache.columns <= rows[:, None]  # (T, length)
-            rest = [(partial(cache.update, i), rows, mask) for i in range(len(self.blocks))]
         x = self.embed(idx, rows)  # (B, T, D)
-        context = [(None if self.rope is None else self.rope[:, rows], *args) for args in rest]
-        for block, args in zip(self.blocks, context, strict=True):
-            x = block(x, self.gate, *args)
+        rope = None if self.rope is None else self.rope[:, rows]
+        for i, block in enumerate(self.blocks):
+            kv = None if cache is None else partial(cache.update, i)
+            x = block(x, self.gate, rope, kv, rows, mask)
         if cache is not None:
             cache.pos += T
         if targets is None:
@@ -926,21 +925,21 @@ def transformed(model: Transformer, form: str) -> Transformer:
     new, folds = copy.deepcopy(model, shared), form != "unfused"
     new.anchor = None
     new.blocks = nn.ModuleList(reformed(block, form) for block in model.blocks)
-    pieces = ends(model)
+    weight, bias = (None if t is None else t.detach() for t in model.head())
+    tip = reformed(End(model.norm_final, weight[:1], None if bias is None else bias[:1]), form)
+    new.norm_final = tip.norm
     of_norm = model.norm_final.factor(form == "weightless")[1:] if folds else ()
     head_changes = any(part is not None and part is not False for part in of_norm)
     if head_changes:
-        weight, first = model.head()[0].detach(), reformed(pieces[0], form)
-        bias = None if first.linear.bias is None else weight.new_empty(len(weight))
-        new.lm_head = End(first.norm, torch.empty_like(weight), bias).linear
-        for to, piece in zip(ends(new), pieces, strict=True):
+        bias = None if tip.linear.bias is None else weight.new_empty(len(weight))
+        new.lm_head = End(tip.norm, torch.empty_like(weight), bias).linear
+        for to, piece in zip(ends(new), ends(model), strict=True):
             linear = reformed(piece, form).linear
             to.linear.weight.copy_(linear.weight)
             if bias is not None:
                 to.linear.bias.copy_(linear.bias)
     elif folds and isinstance(model.tok_emb, CentredEmbedding):
-        new.lm_head = End(model.norm_final, *(None if t is None else t.detach() for t in model.head())).linear
-    new.norm_final = reformed(pieces[0], form).norm
+        new.lm_head = End(tip.norm, weight, bias).linear
     for name in ("tok_emb", "pos_emb"):
         if folds and isinstance(getattr(model, name), CentredEmbedding):
             setattr(new, name, getattr(model, name).plain())

@@ -21,8 +21,8 @@ from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.hub import open_model
 from nanonorm.machine import pick_device
+from nanonorm.run import open_model
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
 

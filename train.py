@@ -11,9 +11,9 @@ Writes out_dir/: config.json, metrics.jsonl, ckpt.pt (and ckpt.prev.pt, the one 
 at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink, else model.pt).
 """
 
-import copy
 import gc
 import math
+import re
 import shlex
 import signal
 import sys
@@ -28,15 +28,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Config
-from data import open_corpus, prepare_if_missing
-from data.sampling import on_device, train_batch, windows
+from data import is_text_of, open_corpus, prepare_if_missing, refuse_other_tokens
+from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from model import Transformer, begun_from, config_of, export, exports
 from nanonorm.cli import parse
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, write_file
-from nanonorm.log import say
 from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.ranks import Interrupt, Ranks
@@ -142,10 +141,8 @@ class Step:
     def seed_dropout(self, step: int, micro: int):
         """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""
         if self.cfg.dropout:
-            rng = np.random.default_rng(
-                (self.cfg.seed, step, self.ranks.index(micro), 1)
-            )  # 1: not the batch's
-            torch.manual_seed(int(rng.integers(2**63)))
+            masks = (self.cfg.seed, step, self.ranks.index(micro), 1)  # 1: another stream than the batch's
+            torch.manual_seed(int(np.random.default_rng(masks).integers(2**63)))
 
     def __call__(self, x, y):
         """x, y: inputs and targets (micro_steps, B, T). Returns, and keeps as `last`, the final norm's
@@ -233,14 +230,17 @@ def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> tor
 # what is logged
 
 
+KINDS = {  # of weights -> what their names match
+    "qkv": r"attn\.qkv\.weight", "proj": r"attn\.proj\.weight", "gate_up": r"mlp\.(gate_)?up\.weight",
+    "down": r"mlp\.down\.weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
+}  # fmt: skip
+
+
 def grad_norms(names: list[str], norms) -> dict[str, float]:
     """The mean gradient norm of each kind of weight, over blocks mostly, and that of all. norms: (names)"""
-    marks = {"qkv": "attn.qkv.weight", "proj": "attn.proj.weight", "down": "mlp.down.weight"}
-    marks |= {"gate_up": ("mlp.gate_up.weight", "mlp.up.weight"), "emb": "tok_emb.weight"}
     out = {"grad/total": torch.linalg.vector_norm(norms).item()}
-    of_norms = [name for name in names if "norm_" in name]
-    for kind, mark in {**marks, "norm": tuple(of_norms) or "none"}.items():
-        of_kind = [i for i, name in enumerate(names) if name.endswith(mark)]
+    for kind, pattern in KINDS.items():
+        of_kind = [i for i, name in enumerate(names) if re.search(pattern, name)]
         out[f"grad/{kind}"] = norms[of_kind].mean().item() if of_kind else 0.0
     return out
 
@@ -299,55 +299,31 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     if start.file is None:
         return Transformer(config)
     if start.given is not None:
-        refuse_other_tokens(start, corpus, data_folder)
+        refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
         return begun_from(start.file, config, start.given)
     model = Transformer.from_file(start.file, start.source)
-    texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
-    was = texts | model.meta.get("corpus", {})  # an older checkpoint knows its tokenizer only
-    same = all(was.get(k) == corpus[k] for k in ("tokenizer_sha256", *texts))
-    if model.config != config or not same:
+    if model.config != config or not is_text_of(corpus, model.meta.get("corpus", {})):
         began = f"is not the corpus that the run in {cfg.out_dir} began with"
         raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")
     return model
 
 
-def refuse_other_tokens(start: Beginning, corpus: dict, data_folder: Path):
-    """Raises: BadInput if the weights to start from were trained with another tokenizer than the corpus's."""
-    named = start.file["meta"].get("corpus", {}).get("tokenizer_sha256")
-    files = (start.given / name for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-    if named is None and any(file.is_file() for file in files):
-        named = load_tokenizer(start.given).sha256
-    if named is None:
-        say(f"{start.given} brings no tokenizer: whether {data_folder} is in its tokens, nobody checks")
-    elif named != corpus["tokenizer_sha256"]:
-        remedy = f"prepare it again with --tokenizer={start.settings.init_from}"
-        raise BadInput(f"{data_folder} is not in the tokens of {start.given}; {remedy}")
-
-
 def change_of(model: Transformer, start: Beginning, val_tokens) -> str:
     """In words, how far a network begun with another norm is from the one it was begun from."""
     base = config_of(start.file, start.given)
-    same = replace(model.config, norm=base.norm, taper="none", taper_qk=False, calib_skip_first=False,
-                   coupled_from_layer=0, coupled_grad=False, norm_bias=base.norm_bias)  # fmt: skip
-    before = begun_from(start.file, same, start.given).float()
-    T = min(512, model.config.block_size, len(val_tokens) - 1)
-    starts = np.arange(min(4, (len(val_tokens) - 1) // T)) * T
-    batches = [windows(val_tokens, at[None], T, "cpu") for at in starts]
-    found = divergence(before, copy.deepcopy(model).float().eval(), batches)
-    moved = f"cross-entropy {found.before:.4f} -> {found.after:.4f}, KL {found.kl:.1e} nats a token"
+    untapered = replace(base, form="trained", taper="none", taper_qk=False, calib_skip_first=False,
+                        block_size=model.config.block_size)  # fmt: skip
+    before = begun_from(start.file, untapered, start.given).to(model.tok_emb.weight.dtype)
+    x, y = few_windows(val_tokens, model.config)
+    found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
     norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"
-    return f"{norms}: {moved}, on {len(starts)} x {T} tokens of the validation split"
+    return f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"
 
 
 def export_all(model: Transformer, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
-    block_size = model.config.block_size
     model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
-    length = (
-        block_size if model.pos_emb is not None else min(512, block_size)
-    )  # a table of them is proved whole
-    count = min(4, max(1, 2048 // length), (len(val_tokens) - 1) // length)
-    sample, _ = windows(val_tokens, np.arange(count) * length, length, "cpu")
+    sample, _ = few_windows(val_tokens, model.config)
     proofs, paths = [], []
     for name, form in exports(model.config).items():
         exported, errors = export(model, form, sample)
@@ -371,21 +347,18 @@ def main(held: ExitStack):
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = set_up(cfg, ranks)
     ranks.start(device, cfg.backend)
-    first, last = ranks.span(-1 if start.source is None else progress.iter)
-    if first != last:
-        found = f"the ranks found checkpoints of steps {first} to {last} in {cfg.out_dir}"
-        raise BadInput(f"{found}: it was being written; start again")
+    start.refuse_to_differ(ranks)
 
     # --- data, model, optimizer
     data_folder = ROOT / "data" / cfg.dataset
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    model = make_model(start, corpus, data_folder)
+    model = make_model(start, corpus, data_folder).to(torch.promote_types(dtype, torch.float32))
     notes = cfg.remarks()
     if ranks.main and start.given is not None and cfg.norm != config_of(start.file, start.given).norm:
         notes.append(change_of(model, start, torch.from_numpy(val_tokens)))
     train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
-    model.to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
+    model.to(device).train()
     step = Step(model, cfg, device, dtype, ranks)
     if start.source is not None:
         step.restore(start)

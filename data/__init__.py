@@ -32,6 +32,7 @@ from data.tokenizer import (
 )
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object
+from nanonorm.log import say
 from nanonorm.typed import Count, OneLine, Range, Record, Whole, why
 
 # Text the tokenizer learns from. Measured on 2 cores, 10k tokens of mixed prose and code: 16 MiB take 1.8 s
@@ -290,6 +291,30 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     meta["train_sha256"] = hashlib.sha256(train).hexdigest()
     meta["val_sha256"] = hashlib.sha256(val).hexdigest()
     return meta, train, val
+
+
+def is_text_of(corpus: dict, recorded: dict) -> bool:
+    """True if a corpus, as open_corpus gives it, is the one that a checkpoint has recorded."""
+    texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
+    was = texts | recorded  # an older checkpoint knows its tokenizer only
+    return all(was.get(k) == corpus[k] for k in ("tokenizer_sha256", *texts))
+
+
+def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Path):
+    """Check that the corpus in `folder` is in the tokens that the model in `weights` was trained with: those
+    that its file has recorded, else those of the tokenizer beside it. Without one it says so on stderr.
+
+    Raises: BadInput.
+    """
+    named = recorded.get("tokenizer_sha256")
+    brought = [weights / name for name in (*TOKENIZER_FILES[:2], "vocab.json")]
+    if named is None and any(file.is_file() for file in brought):
+        named = load_tokenizer(weights).sha256
+    if named is None:
+        say(f"{weights} brings no tokenizer, so nothing tells whether {folder} is in its tokens")
+    elif named != corpus["tokenizer_sha256"]:
+        remedy = f"prepare it again with --tokenizer={weights}"
+        raise BadInput(f"{folder} is not in the tokens of {weights}; {remedy}")
 
 
 def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int, dtype: str) -> np.ndarray:

@@ -29,6 +29,16 @@ def train_batch(tokens, cfg, step: int, index: int, device):
     return windows(tokens, starts, cfg.block_size, device)
 
 
+def few_windows(tokens, config):
+    """The first windows, on which two networks are compared: (inputs, targets), each (n, T) int64, at most
+    2,048 tokens and four windows of 512. With learned positions T is the whole context of `config`, a
+    ModelConfig: the two may differ in any row of their table."""
+    T = config.block_size if config.positions == "learned" else min(512, config.block_size)
+    T = min(T, len(tokens) - 1)
+    count = min(4, max(1, 2048 // T), (len(tokens) - 1) // T)
+    return windows(tokens, np.arange(count) * T, T, "cpu")
+
+
 def on_device(device, *splits: np.ndarray) -> list[torch.Tensor]:
     """The splits as tensors: on a GPU if they take under a quarter of what is free, else memory-mapped."""
     tensors = [torch.from_numpy(split) for split in splits]

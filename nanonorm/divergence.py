@@ -13,6 +13,9 @@ class Divergence(NamedTuple):
     after: float
     kl: float
 
+    def __str__(self):
+        return f"cross-entropy {self.before:.4f} -> {self.after:.4f}, KL {self.kl:.1e} nats a token"
+
 
 @torch.no_grad()
 def divergence(before, after, batches) -> Divergence:

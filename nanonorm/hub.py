@@ -1,4 +1,4 @@
-"""Hugging Face folder <-> {"config", "state", "meta"}, and the one door by which every model comes in.
+"""Hugging Face folder <-> {"config", "state", "meta"}, and where such a folder is found.
 
     config.json                                        the architecture
     model.safetensors, or model.safetensors.index.json with the shards that it names
@@ -17,8 +17,7 @@ import torch
 
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
-from nanonorm.files import atomic_write, json_object, read_file, writing
-from nanonorm.run import model_file
+from nanonorm.files import atomic_write, json_object, writing
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; fetching keeps the client's own timeouts
 FETCHED = (
@@ -263,16 +262,6 @@ def find(name: str | Path, weights: bool = True) -> Path:
         return Path(fetch(local_files_only=True))
     remedy = f"{way_out}; a model behind a log-in needs HF_TOKEN too"
     raise BadInput(f"{said}, nor does the Hugging Face hub give it ({reason}); {remedy}")
-
-
-def open_model(name: str | Path) -> tuple[dict, Path]:
-    """(file, its path) of a model file, a run folder, a Hugging Face folder or a hub id. Raises: BadInput,
-    ModelError."""
-    path = find(name)
-    if is_pretrained(path):
-        return read_pretrained(path), path
-    path = model_file(path)
-    return read_file(path), path
 
 
 def is_pretrained(path: Path) -> bool:

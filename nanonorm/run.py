@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.files import TOKENIZER_FILES, atomic_write, hold_folder, read_file, write_file, writing
+from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
 from nanonorm.ranks import Ranks
@@ -45,6 +46,16 @@ def model_file(path: str | Path) -> Path:
         if (path / name).exists():
             return path / name
     raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it")
+
+
+def open_model(name: str | Path) -> tuple[dict, Path]:
+    """(file, its path) of a model file, a run folder, a Hugging Face folder or a hub id: the one door by
+    which a model comes in. Raises: BadInput, ModelError."""
+    path = find(name)
+    if is_pretrained(path):
+        return read_pretrained(path), path
+    path = model_file(path)
+    return read_file(path), path
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -156,6 +167,13 @@ class Beginning:
     ran_with: dict = field(default_factory=dict)  # the versions that wrote the file
     given: Path | None = None
 
+    def refuse_to_differ(self, ranks: Ranks):
+        """Raises: BadInput if the ranks found checkpoints of different steps, or some found none."""
+        first, last = ranks.span(-1 if self.source is None else self.progress.iter)
+        if first != last:
+            found = f"the ranks found checkpoints of steps {first} to {last} in {self.settings.out_dir}"
+            raise BadInput(f"{found}: it was being written; start again")
+
 
 def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning:
     """How a run begins: from scratch, with given weights, or with the checkpoint in its folder, which `held`
@@ -192,8 +210,6 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
 def given_weights(name: str) -> tuple[dict, Path]:
     """(file, its path) of the weights to start from: a run's checkpoint, a model file, a Hugging Face folder
     or a hub id. Raises: BadInput, ModelError."""
-    from nanonorm.hub import open_model  # here: it knows run folders, by this file
-
     near = difflib.get_close_matches(name, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
     if near and not Path(name).exists():
         raise BadInput(f"init_from={name}: did you mean {near[0]}? There is no file or folder of that name")

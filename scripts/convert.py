@@ -34,7 +34,7 @@ from model import Transformer, export, exports, types_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, sync_folder, writing
-from nanonorm.hub import open_model
+from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, prove
 from scripts.exports.stock import wants_folding

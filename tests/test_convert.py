@@ -18,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from model import ModelConfig, Transformer, fold, unfuse
 from nanonorm.errors import BadInput
 from nanonorm.files import write_file, writing
-from nanonorm.hub import open_model
+from nanonorm.run import open_model
 from scripts import exports as shared
 from scripts import where_it_runs
 from scripts.exports import hf, tokenizer_json

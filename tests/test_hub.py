@@ -25,7 +25,8 @@ from model import KVCache, Transformer
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES
 from nanonorm.files import ROOT, write_file
-from nanonorm.hub import find, is_pretrained, open_model, read_pretrained, write_pretrained
+from nanonorm.hub import find, is_pretrained, read_pretrained, write_pretrained
+from nanonorm.run import open_model
 
 VOCAB = 61
 LLAMA3 = {
@@ -599,7 +600,7 @@ def test_without_the_hub_one_line_names_the_way_out(tmp_path):
     code = """
 import sys
 from nanonorm.errors import one_line_errors
-from nanonorm.hub import open_model
+from nanonorm.run import open_model
 with one_line_errors():
     open_model("gpt2")
 """

@@ -13,7 +13,6 @@ longer than ours. Logits are compared before anything is timed. Llama needs 25 G
 import json
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,12 +27,11 @@ from model import TOLERANCE, Transformer, begun_from, fold
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.hub import open_model
+from nanonorm.run import open_model
 from nanonorm.typed import Count, Whole
 from scripts.speed.peers import decode_of_hf, prefill_of_hf, prefill_of_ours, transformers_or_refuse
-from scripts.speed.turns import release_garbage, take_turns
+from scripts.speed.turns import release_garbage, take_turns, timed_turns
 
-TURN_MS = 200  # a turn lasts at least so long
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 SHAPES = {  # name -> (class of transformers, its configuration)
@@ -127,13 +125,7 @@ def work(k: Loaded, name: str, folder: Path, mode: str, runtime: str):
     step()
     release_garbage()
     yield "ready"
-    while True:
-        times = []
-        while sum(times) < TURN_MS:
-            clock = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - clock) * 1e3)
-        yield float(np.median(times))
+    yield from timed_turns(step)
 
 
 def compare(folder: Path, shape: str):

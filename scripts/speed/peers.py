@@ -23,7 +23,6 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -44,10 +43,9 @@ from nanonorm.files import atomic_write
 from nanonorm.machine import keep_freed_memory
 from nanonorm.typed import Count, Whole
 from scripts.speed.parts import training_step
-from scripts.speed.turns import release_garbage, resident_peak, take_turns, tensor_peak
+from scripts.speed.turns import release_garbage, resident_peak, take_turns, tensor_peak, timed_turns
 
 LITGPT = importlib.metadata.version("litgpt") if importlib.util.find_spec("litgpt") else None
-TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches and sleeping threads
 
 
 @dataclass
@@ -329,13 +327,7 @@ def work(k: Peers, name: str, width: int):
     if k.mode == "train":
         tensors = tensor_peak(step)
     yield first, tensors
-    while True:
-        times = []
-        while sum(times) < TURN_MS:
-            begin = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - begin) * 1e3)
-        yield float(np.median(times))
+    yield from timed_turns(step)
 
 
 def compare(k: Peers, width: int):

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import random
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import numpy as np
 from torch.profiler import profile
 
 from nanonorm.errors import BadInput
+
+TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches and sleeping threads
 
 
 def serve(pipe, work, args):
@@ -62,6 +65,17 @@ def take_turns(contestants: dict[str, tuple], rounds: int, seed: int) -> dict[st
         for process in processes:
             process.kill()
     return said
+
+
+def timed_turns(step):
+    """Yield the median ms of `step` in each turn, for ever."""
+    while True:
+        times = []
+        while sum(times) < TURN_MS:
+            begin = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - begin) * 1e3)
+        yield float(np.median(times))
 
 
 def resident_peak(step) -> int | None:
