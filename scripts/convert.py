@@ -36,7 +36,7 @@ from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, sync_folder, writing
 from nanonorm.run import open_model
 from sample import tokenizer_of
-from scripts.exports import Job, describe, name_of, prove
+from scripts.exports import Job, describe, name_of, needed, prove
 from scripts.exports.stock import wants_folding
 
 FORMS_FOR = {
@@ -142,7 +142,9 @@ def main():
     cfg, _, words = parse(Convert, sys.argv[1:], usage=__doc__)
     if len(words) != 1 or cfg.out is None:
         raise BadInput("name a model and a folder to make: python scripts/convert.py PATH --to=hf --out=DIR")
-    write = import_module(f"scripts.exports.{cfg.to}").write
+    target = import_module(f"scripts.exports.{cfg.to}")
+    for package in target.NEEDS:  # before the work is done
+        needed(package)
     form = FORMS_FOR[cfg.to] if cfg.form == "auto" else cfg.form
     for name in ("SIGTERM", "SIGHUP"):  # leave nothing either
         number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
@@ -170,7 +172,7 @@ def main():
             errors[f"rounding to {cfg.dtype}"] = rounded(model, DTYPES[cfg.dtype], idx)
         job = Job(model.eval(), tokenizer, meta, path, folder, idx, text, errors)
         with writing(out):
-            done = write(job)
+            done = target.write(job)
             describe(job, cfg.to, done)
     said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
     said += [f"{max(found.values()):.1e} by {what}" for what, found in errors.items() if found]

@@ -774,6 +774,7 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
     assert "holds another run" in refused(capsys, *flags(tmp_path / "logged", corpus, **SHORT))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     dead = launch(

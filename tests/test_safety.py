@@ -83,7 +83,7 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
 
 
-@pytest.mark.parametrize("way", ["flag", "checkpoint", "sweep"])
+@pytest.mark.parametrize("way", ["flag", "checkpoint", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
     """A corpus prepares itself only if it is one of this checkout's: a checkpoint, too, names its corpus."""
     run, marker = tmp_path / "run", tmp_path / "ran"

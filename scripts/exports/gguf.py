@@ -21,6 +21,7 @@ from nanonorm.rotary import llama3_frequencies
 from scripts.exports import Job, needed, spread
 from scripts.exports.stock import plain
 
+NEEDS = ("gguf", "xllamacpp")
 NAMES = {  # ours -> GGUF's; where there are several, they are rows of ours in this order
     "tok_emb": ["token_embd"],
     "pos_emb": ["position_embd"],

@@ -25,6 +25,7 @@ from scripts.exports.stock import HOW, plain, write_class
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
 HERE = Path(__file__).parent
+NEEDS = ("transformers", "safetensors")
 OWN_HOW = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,6 +12,8 @@ import torch
 from nanonorm.onnx import Session, export
 from scripts.exports import Job, name_of, prove
 
+NEEDS = ("onnx", "onnxscript", "onnxruntime")
+
 HOW = """\
     import numpy, onnxruntime
     session = onnxruntime.InferenceSession("model.onnx")

@@ -15,6 +15,7 @@ from nanonorm.hub import read_pretrained, write_pretrained
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
+NEEDS = ("transformers", "safetensors")
 EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
 ENORMOUS = 2.0**60
 LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it is what it shrinks x by

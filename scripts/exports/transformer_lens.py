@@ -18,6 +18,7 @@ from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, needed, prove
 from scripts.exports.gguf import adjacent
 
+NEEDS = ("transformer_lens", "safetensors")
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_new", "gelu_erf": "gelu"}
 LONGEST = 2048  # tokens; every layer of TransformerLens's network keeps a mask of their square
 
