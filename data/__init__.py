@@ -150,8 +150,31 @@ class Manifest(Record):
     source: OneLine  # what text this is
 
 
+class HeldOut(Record):
+    """meta.json of a set to evaluate on: a corpus's, or one of data/held_out.py, which has no training split.
+
+    `val.bin` is one stream. Where `block_size` is given it is made of whole blocks of that many tokens.
+    """
+
+    vocab_size: Annotated[int, Range(2, 2**24)]
+    tokenizer: OneLine
+    tokenizer_sha256: OneLine
+    end_token: OneLine | None = None
+    end_token_id: Whole | None = None
+    val_tokens: Count
+    val_bytes: Count | None = None  # of the text in UTF-8, without special tokens, where that is known
+    val_documents: Whole | None = None
+    dtype: Literal["<u2", "<u4"] = "<u2"
+    source: OneLine
+    set: OneLine | None = None  # of data/held_out.py's SETS
+    block_size: Count | None = None
+
+
 # ---------------------------------------------------------------------------------------------------------
 # a corpus
+
+# What is never fetched unasked: train.py names the command instead.
+LARGE = {"openwebtext": "takes 54 GB for the hub's cache and 18 GB for the tokens"}
 
 
 def corpora() -> list[str]:
@@ -164,11 +187,19 @@ def corpora() -> list[str]:
 
 def prepare_if_missing(folder: Path, tokenizer: str | None = None):
     """Run the prepare.py of a corpus of this repository that has not been prepared yet, with `tokenizer` as
-    its --tokenizer. Raises: BadInput for a folder that is not a corpus. Exits with status 2 if prepare.py
-    fails, which has then said why."""
-    if (folder / "meta.json").exists():
+    its --tokenizer. Raises: BadInput for a folder that is not a corpus, or is one of LARGE. Exits with status
+    2 if prepare.py fails, which has then said why."""
+    if (folder / "meta.json").exists() and (folder / "train.bin").exists():
         return
-    if folder not in [ROOT / "data" / name for name in corpora()]:
+    ours = folder in [ROOT / "data" / name for name in corpora()]
+    if ours and folder.name in LARGE:
+        command = f"python data/{folder.name}/prepare.py" + (f" --tokenizer={tokenizer}" if tokenizer else "")
+        asked = f"prepare it with {command}, which {LARGE[folder.name]}"
+        raise BadInput(f"{folder} is not prepared; {asked}, or from files: add --text=... --val_text=...")
+    if (folder / "meta.json").exists():
+        ways = "prepare it again, or name another (a set of data/held_out.py is to evaluate on alone)"
+        raise BadInput(f"{folder} has a meta.json but no train.bin; {ways}")
+    if not ours:
         ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
         raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}")
     flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
@@ -293,6 +324,25 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     return meta, train, val
 
 
+def open_held_out(folder: Path) -> tuple[HeldOut, dict, np.ndarray]:
+    """Open the validation split of a prepared corpus, or a set of data/held_out.py, and check it.
+
+    Returns: (its manifest, all that meta.json holds, the tokens (n,) unsigned and memory-mapped).
+    Raises: BadInput.
+    """
+    meta_file = folder / "meta.json"
+    try:
+        meta = json_object(meta_file.read_bytes())
+        manifest = HeldOut.model_validate(meta)
+        tokens = open_split(folder / "val.bin", manifest.val_tokens, 1, manifest.vocab_size, manifest.dtype)
+    except ValidationError as e:
+        raise BadInput(f"{meta_file} does not describe a text ({why(e)}); prepare {folder} again") from None
+    except (OSError, ValueError) as e:
+        ways = "name a prepared corpus, or make a set with data/held_out.py"
+        raise BadInput(f"cannot read the text in {folder} ({e}); {ways}") from None
+    return manifest, meta, tokens.view(manifest.dtype)
+
+
 def is_text_of(corpus: dict, recorded: dict) -> bool:
     """True if a corpus, as open_corpus gives it, is the one that a checkpoint has recorded."""
     texts = {k: corpus[k] for k in ("train_sha256", "val_sha256")}
@@ -302,17 +352,22 @@ def is_text_of(corpus: dict, recorded: dict) -> bool:
 
 def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Path):
     """Check that the corpus in `folder` is in the tokens that the model in `weights` was trained with: those
-    that its file has recorded, else those of the tokenizer beside it. Without one it says so on stderr.
+    that its file has recorded, else those of the tokenizer beside it, which may be another file with the same
+    ids. Without one it says so on stderr. corpus: what meta.json holds.
 
     Raises: BadInput.
     """
-    named = recorded.get("tokenizer_sha256")
-    brought = [weights / name for name in (*TOKENIZER_FILES[:2], "vocab.json")]
-    if named is None and any(file.is_file() for file in brought):
-        named = load_tokenizer(weights).sha256
-    if named is None:
+    named, wanted = recorded.get("tokenizer_sha256"), corpus["tokenizer_sha256"]
+    home = weights if weights.is_dir() else weights.parent
+    brings = any((home / name).is_file() for name in (*TOKENIZER_FILES[:2], "vocab.json"))
+    if named == wanted:
+        return
+    if named is None and not brings:
         say(f"{weights} brings no tokenizer, so nothing tells whether {folder} is in its tokens")
-    elif named != corpus["tokenizer_sha256"]:
+        return
+    own = load_tokenizer(home) if brings else None
+    recorded_own = own is not None and named in (None, own.sha256)
+    if not recorded_own or not own.same_ids(load_tokenizer(folder / corpus["tokenizer"])):
         remedy = f"prepare it again with --tokenizer={weights}"
         raise BadInput(f"{folder} is not in the tokens of {weights}; {remedy}")
 

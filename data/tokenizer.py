@@ -71,6 +71,10 @@ class Tokenizer:
         """Whether `ids` decode to `text`, but for what the tokenizer normalizes on purpose."""
         return self.decode(ids) == text
 
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Whether each id is the same token in both: files of one tokenizer differ with what wrote them."""
+        return self.sha256 == other.sha256
+
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the reply begins.
 
@@ -206,6 +210,12 @@ class TokenizerJson(Tokenizer):
             return super().keeps(text, ids)
         normal = self.core.normalizer.normalize_str
         return normal(self.decode(ids)) == normal(text)
+
+    def same_ids(self, other: Tokenizer) -> bool:
+        if not isinstance(other, TokenizerJson):
+            return False
+        own, others = (t.core.get_vocab(with_added_tokens=True) for t in (self, other))
+        return own == others and self.eot_id == other.eot_id
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if self.template is None:

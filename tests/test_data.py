@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data.tinystories.prepare import CUT, stories
+from data.local import CUT, documents
 from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
@@ -163,7 +163,7 @@ def test_sample_is_bounded_spread_out_and_the_same_each_time():
 def test_long_story_comes_in_parts(tmp_path, line):
     text = line * (int(3.5 * CUT) // len(line.encode()))
     path = write_stories(tmp_path / "long.txt", [text, "short"])
-    *parts, short = stories(path)
+    *parts, short = documents(path)
     assert "".join(part for part, _ in parts) == text.rstrip() and short == ("short", True)
     assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
     assert max(len(part.encode()) for part, _ in parts) <= 2 * CUT

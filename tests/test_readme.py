@@ -17,11 +17,13 @@ from test_init_from import hf_folder
 
 from bench import Bench
 from config import Config
+from data import held_out
 from nanonorm.cli import parse
 from nanonorm.files import ROOT
 from sample import Sample
 from scripts import sweep
 from scripts.convert import Convert
+from scripts.evaluate import Evaluate
 from scripts.figures import Picture
 from scripts.foldable import Foldable, expand_flags
 from scripts.report import ReportKnobs
@@ -34,8 +36,10 @@ LINES = [line for block in BLOCKS["sh"] for line in block.replace("\\\n", "").sp
 COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split("&&")]
 KNOBS = {
     "bench.py": Bench,
+    "data/held_out.py": held_out.Knobs,
     "sample.py": Sample,
     "scripts/convert.py": Convert,
+    "scripts/evaluate.py": Evaluate,
     "scripts/figures.py": Picture,
     "scripts/foldable.py": Foldable,
     "scripts/report.py": ReportKnobs,

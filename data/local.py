@@ -1,0 +1,50 @@
+"""Documents of a local text file: UTF-8, a line that holds only <|endoftext|> after each."""
+
+import codecs
+import itertools
+import os
+from pathlib import Path
+
+from data.tokenizer import END
+from nanonorm.errors import BadInput
+
+CUT = 1 << 16  # about so many bytes of a document at once; tokenizing is 2.3 times as fast as with 1 MiB
+
+
+def check_files(*paths: str | None):
+    """Raises: BadInput for a path that is no file; None stands for the hub."""
+    for path in paths:
+        if path is not None and not os.path.isfile(path):
+            said = f"{path!r} is not a file"
+            raise BadInput(f"{said}; give UTF-8 text in which a line {END} ends every document")
+
+
+def documents(path: str | Path):
+    """Yield the documents of a file as parts (text, ends), without the white space at their ends.
+
+    A document longer than CUT comes in several parts, cut after line ends: so even a file without a single
+    END is read in bounded memory. Raises: BadInput.
+    """
+    lines, size, is_cut, number = [], 0, False, 1
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a piece of a long line may end inside a character
+    try:
+        with open(path, "rb") as f:  # in bytes, so that an error can name its line
+            lines_of_file = iter(lambda: f.readline(CUT), b"")
+            for raw in itertools.chain(lines_of_file, [END.encode()]):  # the end of the file ends one too
+                line = decoder.decode(raw)
+                number += raw.endswith(b"\n")
+                if line.strip() != END:
+                    lines.append(line)
+                    size += len(raw)
+                    if size >= CUT:
+                        yield "".join(lines), False
+                        lines, size, is_cut = [], 0, True
+                    continue
+                text = "".join(lines).rstrip()
+                if text or is_cut:
+                    yield text, True
+                lines, size, is_cut = [], 0, False
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8 in line {number}; convert it, for instance with iconv") from None
+    except OSError as e:
+        raise BadInput(f"cannot read {path}: {e.strerror}") from None

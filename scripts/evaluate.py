@@ -1,0 +1,345 @@
+"""Cross-entropy of networks on held-out text, token by token: the measure of the TaperNorm paper's Table 4.
+
+    python scripts/evaluate.py out/vanilla out/all --data=tinystories
+    python scripts/evaluate.py gpt2 schaeff/gpt2-small_LNFree300 --data=data/owt_held_out,data/pile_held_out
+    python scripts/evaluate.py gpt2 --data=data/owt_held_out --calibration
+
+PATH is a run folder, a model file, an export, a Hugging Face folder or a hub id; what our reader refuses,
+transformers reads. Whatever tapers is at gate 0. --data names prepared corpora, whose validation split is
+read, or sets of data/held_out.py.
+
+The text is cut into blocks of T tokens, what fills no block is left out, and each token but the first of its
+block is predicted from those before it in the block: T - 1 targets. (`val/loss` of train.py predicts that
+first token too, from the block before.) No begin token is added, nothing is masked between documents. Means
+are in nats a token; "no end" leaves the targets out that are the end-of-text token. A loss is kept for every
+token and summed in their order, in float64, so the batch size is of no account. The gap is to --vanilla, or
+to the first PATH.
+
+--calibration prints, instead of losses, what position 0 does to c (scripts/calibration.py).
+
+Prints a table, then a line of JSON, which --out=x.json keeps.
+"""
+
+import json
+import math
+import platform
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data import HeldOut, open_held_out, refuse_other_tokens
+from model import Transformer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT, atomic_write
+from nanonorm.kernels import upcast
+from nanonorm.log import say
+from nanonorm.machine import pick_device, processor
+from nanonorm.plots import pyplot
+from nanonorm.typed import Count, Positive
+from scripts import calibration
+from scripts.networks import Network, open_network
+from scripts.table4 import CONTEXT, paper_says, row_of
+
+PERCENTILES = {"p2.5": 2.5, "median": 50.0, "p97.5": 97.5, "p99.9": 99.9}
+
+
+@dataclass
+class Evaluate:
+    """What is evaluated, on what, and how."""
+
+    data: tuple[str, ...] | None = None  # folders, or names under data/
+    vanilla: str | None = None  # the network that gaps are to; None: the first PATH
+    block_size: Count | None = None  # tokens of a block; None: that of the networks, 1024 at most
+    blocks: Count | None = None  # of each text, from its beginning; None: all
+    batch_size: Count = 8  # blocks at a time
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # bfloat16: autocast of float32 weights
+    calibration: bool = False  # print what position 0 does to c, in place of losses
+    within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
+    out: str | None = None  # .json file for the numbers
+    figure: str | None = None  # .png file for --calibration (needs matplotlib)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the text
+
+
+@dataclass
+class Text:
+    """Blocks of a text: (n, T) ids, unsigned and memory-mapped."""
+
+    name: str
+    folder: Path
+    manifest: HeldOut
+    meta: dict = field(repr=False)
+    tokens: np.ndarray = field(repr=False)
+
+    def blocks(self, T: int, limit: int | None) -> np.ndarray:
+        """(n, T); what fills no block is left out. Raises: BadInput if that is all of it."""
+        n = min(len(self.tokens) // T, limit or len(self.tokens))
+        if n == 0:
+            held = f"{self.name} holds {len(self.tokens)} tokens"
+            raise BadInput(f"{held}, not one block of {T}; name more text")
+        return self.tokens[: n * T].reshape(n, T)
+
+    def bits_per_byte(self, ce: float) -> float | None:
+        """By the bytes a token of the whole split, which the blocks leave a little of out."""
+        m = self.manifest
+        return None if m.val_bytes is None else ce * m.val_tokens / math.log(2) / m.val_bytes
+
+
+def open_text(name: str) -> Text:
+    """The text in a folder, or in one of that name under data/. Raises: BadInput."""
+    folder = Path(name) if Path(name).exists() else ROOT / "data" / name
+    return Text(name, folder, *open_held_out(folder))
+
+
+def common_block_size(k: Evaluate, networks: list[Network], texts: list[Text]) -> int:
+    """The T of the whole table. Raises: BadInput if the networks' contexts differ, or are too short."""
+    contexts = {n.name: min(CONTEXT, n.context or CONTEXT) for n in networks}
+    shortest = min(contexts, key=contexts.get)
+    if k.block_size is None and len(set(contexts.values())) > 1:
+        longest = max(contexts, key=contexts.get)
+        found = f"{longest} reads {contexts[longest]} tokens, {shortest} {contexts[shortest]}"
+        raise BadInput(f"{found}; choose one for all, --block_size={contexts[shortest]}, or leave one out")
+    T = k.block_size or contexts[shortest]
+    for network in networks:
+        if network.context is not None and network.context < T:
+            raise BadInput(f"{network.name} reads {network.context} tokens: --block_size={T} is too long")
+    if T < 2:
+        raise BadInput("a block of 1 token has no target; --block_size must be 2 at least")
+    for text in texts:
+        cut = text.manifest.block_size
+        if cut not in (None, T):
+            say(f"{text.name} is cut into blocks of {cut}; it is read as one stream, in blocks of {T}")
+    return T
+
+
+# ---------------------------------------------------------------------------------------------------------
+# losses
+
+
+def batches(blocks: np.ndarray, size: int, device, label: str):
+    """Yield (first block, ids (B, T)), with a bar of blocks; no bar unless stderr is a terminal."""
+    with tqdm(total=len(blocks), desc=label[-30:], unit="block", disable=None) as bar:
+        for first in range(0, len(blocks), size):
+            some = blocks[first : first + size].astype(np.int64)
+            yield first, torch.from_numpy(some).to(device)
+            bar.update(len(some))
+
+
+@torch.inference_mode()
+def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device) -> np.ndarray:
+    """-log p of every token of `blocks` (n, T) but each block's first: (n, T-1), float64 if --dtype is that,
+    else float32. Raises: BadInput if one is not finite."""
+    n, T = blocks.shape
+    losses = np.empty((n, T - 1), np.float64 if k.dtype == "float64" else np.float32)
+    autocast = torch.autocast(device.type, torch.bfloat16) if k.dtype == "bfloat16" else nullcontext()
+    for first, idx in batches(blocks, k.batch_size, device, network.title):
+        with autocast:
+            logits = network(idx)  # (B, T, V)
+        for i, (of_block, ids) in enumerate(zip(logits, idx, strict=True), first):  # one: they are large
+            losses[i] = F.cross_entropy(upcast(of_block[:-1]), ids[1:], reduction="none").cpu().numpy()
+    if not np.isfinite(losses).all():
+        i, t = np.argwhere(~np.isfinite(losses))[0].tolist()
+        where = f"{network.name}: the loss of token {t + 1} of block {i} is {losses[i, t]}"
+        raise BadInput(f"{where}; is the network damaged, or --dtype={k.dtype} too narrow for it?")
+    return losses
+
+
+def summary(losses: np.ndarray, targets: np.ndarray, end: int | None) -> dict:
+    """Means and percentiles of losses (n, T-1), in nats a token; `end`: the id of the end-of-text token."""
+    ce, kept = losses.mean(dtype=np.float64).item(), None
+    if end is not None:
+        counted = targets != end
+        kept = losses[counted].mean(dtype=np.float64).item() if counted.any() else None
+    levels = np.percentile(losses, list(PERCENTILES.values())).tolist()
+    return {
+        "targets": losses.size,
+        "ce": ce,
+        "ce_no_end": kept,
+        "end_targets": None if end is None else int(losses.size - counted.sum()),
+        **dict(zip(PERCENTILES, levels, strict=True)),
+        "perplexity": math.exp(min(ce, 700.0)),  # beyond it is no number of JSON's
+    }
+
+
+def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla: dict[str, float]) -> dict:
+    """A row of the table. vanilla: {text: mean} of the network that gaps are to, which is the first."""
+    blocks = text.blocks(T, k.blocks)
+    losses = token_losses(network, blocks, k, device)
+    row = {"model": network.name, "data": text.name, "blocks": len(blocks), "block_size": T}
+    row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
+    row["bits_per_byte"] = text.bits_per_byte(row["ce"])
+    row["gap"] = row["ce"] - vanilla.setdefault(text.name, row["ce"])
+    place, of_set = row_of(network.title, network.layers, network.width), text.manifest.set
+    row["paper"] = paper_says(place, of_set, T)
+    of_vanilla = None if place is None else paper_says((place[0], "vanilla"), of_set, T)
+    row["paper_gap"] = None if row["paper"] is None else row["paper"] - of_vanilla
+    return row
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the table
+
+
+COLUMNS = {  # head -> (key of a row, its form, width)
+    "mean": ("ce", ".4f", 9),
+    "no end": ("ce_no_end", ".4f", 9),
+    "median": ("median", ".4f", 7),
+    "2.5%": ("p2.5", ".4f", 7),
+    "97.5%": ("p97.5", ".3f", 7),
+    "99.9%": ("p99.9", ".3f", 7),
+    "perplexity": ("perplexity", ".5g", 10),
+    "bits/byte": ("bits_per_byte", ".4f", 9),
+    "gap": ("gap", "+.4f", 8),
+    "paper": ("paper", ".4f", 8),
+    "its gap": ("paper_gap", "+.4f", 8),
+}
+
+
+def print_rows(rows, names: list[str], texts: list[str]) -> list[dict]:
+    """Print the rows as they come, and return them."""
+    first = [max(map(len, ("model", *names))), max(map(len, ("data", *texts)))]
+    widths = [width for _, _, width in COLUMNS.values()]
+
+    def line(labels, cells):
+        left = [f"{label:<{w}}" for label, w in zip(labels, first, strict=True)]
+        right = [f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)]
+        print("| " + " | ".join(left + right) + " |", flush=True)
+
+    print()
+    line(("model", "data"), COLUMNS)
+    print("|" + "|".join(["-" * (w + 2) for w in first] + ["-" * (w + 1) + ":" for w in widths]) + "|")
+    printed = []
+    for row in rows:
+        values = [(row[key], form) for key, form, _ in COLUMNS.values()]
+        line((row["model"], row["data"]), ["-" if v is None else format(v, form) for v, form in values])
+        printed.append(row)
+    return printed
+
+
+def print_calibration(k: Evaluate, networks, texts: list[Text], T: int, device) -> list[dict]:
+    """Print a table a network and text; returns the rows of all. Raises: BadInput."""
+    found = []
+    for network in networks:
+        if not isinstance(network.model, Transformer):
+            raise BadInput(f"--calibration needs a network that our own reader takes: {network.remark}")
+        for text in texts:
+            blocks = text.blocks(T, k.blocks)
+            some = (idx for _, idx in batches(blocks, k.batch_size, device, network.title))
+            rows = calibration.measure(network.model, some, device)
+            print(f"\n{network.name} on {text.name}, {len(blocks):,} blocks of {T:,}\n")
+            calibration.print_table(rows)
+            found += [{"model": network.name, "data": text.name, **row} for row in rows]
+            if k.figure:
+                calibration.draw(k.figure, rows, f"{network.name}, {text.name}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
+    """(the knobs, the networks to evaluate, the vanilla one first). Raises: BadInput."""
+    argv = ["--calibration=True" if word == "--calibration" else word for word in argv]
+    k, _, words = parse(Evaluate, argv, usage=__doc__)
+    names = list(dict.fromkeys(([k.vanilla] if k.vanilla else []) + words))
+    if not words or not k.data:
+        usage = "python scripts/evaluate.py PATH... --data=FOLDER[,FOLDER...]"
+        raise BadInput(f"name networks and text to evaluate them on: {usage}")
+    for name, path, kind in (("out", k.out, ".json"), ("figure", k.figure, ".png")):
+        if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
+            raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+    if k.figure and not (k.calibration and len(names) == len(k.data) == 1):
+        raise BadInput("--figure draws --calibration of one network on one text")
+    if k.figure:
+        pyplot()  # if it is missing, say so now and not after minutes
+    return k, names
+
+
+def checked(names: list[str], texts: list[Text]) -> list[Network]:
+    """Every network once, before hours are spent on the first, without its weights unless it is the only one.
+    Raises: BadInput for a text in other tokens."""
+    networks = []
+    for name in names:
+        network = open_network(name)
+        for text in texts:
+            refuse_other_tokens(text.meta, text.folder, network.corpus, network.path)
+            if text.manifest.vocab_size > network.vocab_size:
+                ids = f"{text.name} has {text.manifest.vocab_size} token ids, {name} {network.vocab_size}"
+                raise BadInput(f"{ids}; prepare it again with --tokenizer={name}")
+        if network.remark:
+            say(f"{name}: {network.remark}")
+        if len(names) > 1:
+            network.model = None
+        networks.append(network)
+    return networks
+
+
+def opened(networks: list[Network], k: Evaluate, device):
+    """Yield each network on `device`, one at a time."""
+    dtype = torch.float64 if k.dtype == "float64" else torch.float32
+    for network in networks:
+        if network.model is None:
+            network = open_network(network.name)
+        network.model.to(device, dtype)
+        yield network
+        network.model = None
+
+
+def main(argv: list[str]):
+    k, names = read_command(argv)
+    device = pick_device(k.device)
+    if k.dtype == "float64" and device.type == "mps":
+        raise BadInput("mps has no float64; use --dtype=float32")
+    texts = [open_text(name) for name in dict.fromkeys(k.data)]
+    networks = checked(names, texts)
+    T = common_block_size(k, networks, texts)
+    machine = processor(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    print(f"machine  {machine}; torch {torch.__version__}; {k.dtype}")
+    for text in texts:
+        n = len(text.blocks(T, k.blocks))
+        cut = f"{n:,} blocks of {T:,}, {len(text.tokens) - n * T:,} tokens left out"
+        print(f"data     {text.name}: {cut}; {text.manifest.source}")
+    measure = "c of TaperNorm (c*) and of FakeLN (1 / mean), times the mean sigma of positions 1 and on"
+    if not k.calibration:
+        measure = f"nats a token, {T - 1:,} targets a block; gaps to {names[0]}"
+    print(f"measure  {measure}", flush=True)
+
+    loaded = opened(networks, k, device)
+    if k.calibration:
+        rows = print_calibration(k, loaded, texts, T, device)
+    else:
+        vanilla: dict[str, float] = {}
+        pairs = ((network, text) for network in loaded for text in texts)
+        rows = (evaluate(network, text, T, k, device, vanilla) for network, text in pairs)
+        rows = print_rows(rows, names, [text.name for text in texts])
+    report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
+                  python=platform.python_version(), rows=rows)  # fmt: skip
+    report["texts"] = {text.name: text.meta for text in texts}
+    if k.out:
+        with atomic_write(k.out, "w") as f:
+            f.write(json.dumps(report) + "\n")
+    print(json.dumps(report))
+    far = [row for row in rows if k.within and row.get("paper") and abs(row["ce"] - row["paper"]) > k.within]
+    if far:
+        row = far[0]
+        off = f"{row['model']} has {row['ce']:.4f} on {row['data']}, the paper {row['paper']:.4f}"
+        raise BadInput(f"{off}, more than {k.within} apart; is it the same model and the same text?")
+
+
+if __name__ == "__main__":
+    with one_line_errors(torch.OutOfMemoryError):
+        main(sys.argv[1:])

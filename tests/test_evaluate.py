@@ -1,0 +1,420 @@
+"""scripts/evaluate.py: its figures are those of a direct computation, whatever the batch and whoever reads
+the network; the calibration table is TaperNorm's own calibration; errors are one line."""
+
+import json
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import BPE_SIZE, one_line, tiny
+from safetensors.torch import save_file
+from test_hub import change, made
+from test_init_from import hf_folder
+
+import data
+from data.tokenizer import load_tokenizer
+from model import fold
+from nanonorm.errors import BadInput, ModelError
+from scripts import calibration, evaluate, table4
+from scripts.exports import Job, hf
+from scripts.networks import by_transformers, open_network
+
+# float64: sums of a few thousand losses in another order; the logits of a block differ by 1e-15
+EXACT = 1e-12
+
+
+def run(capsys, *argv):
+    """(what was printed, the rows of the JSON in its last line)"""
+    capsys.readouterr()
+    evaluate.main([*map(str, argv), "--device=cpu"])
+    text = capsys.readouterr().out
+    return text, json.loads(text.splitlines()[-1])["rows"]
+
+
+@pytest.fixture(scope="module")
+def text(bpe_corpus, tmp_path_factory) -> Path:
+    """A corpus of many short documents, in the tokens of bpe_corpus."""
+    folder = tmp_path_factory.mktemp("text")
+    parts = [(part, True) for part in Path(json.__file__).read_text().split("\n\n")]
+    tokenizer = load_tokenizer(bpe_corpus)
+    data.prepare(lambda: parts, lambda: parts[:40], folder, None, "parts of a module", tokenizer=tokenizer)
+    return folder
+
+
+def blocks_of(folder: Path, T: int) -> torch.Tensor:
+    ids = np.fromfile(folder / "val.bin", "<u2").astype(np.int64)
+    return torch.from_numpy(ids[: len(ids) // T * T].reshape(-1, T))
+
+
+def put(model, folder: Path, corpus: Path | None = None) -> Path:
+    """A run folder of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {}
+    if corpus is not None:
+        meta["corpus"] = {"tokenizer_sha256": load_tokenizer(corpus).sha256}
+    torch.save(model.to_file(meta), folder / "model.pt")
+    return folder
+
+
+def network(variant="layernorm", seed=0, **more):
+    return tiny(variant, seed=seed, vocab_size=BPE_SIZE, block_size=16, **more).eval()
+
+
+@torch.no_grad()
+def direct(model, blocks: torch.Tensor) -> torch.Tensor:
+    """-log p of each token but the first of its block, one block at a time."""
+    losses = []
+    for block in blocks:
+        p = model(block[None])[0, :-1].softmax(-1)
+        losses.append(-p.gather(1, block[1:, None])[:, 0].log())
+    return torch.stack(losses)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the figures
+
+
+def test_figures_are_those_of_a_direct_computation(capsys, text, tmp_path):
+    model, out = network(), tmp_path / "figures.json"
+    folder = put(model, tmp_path / "run", text)
+    said, (row,) = run(capsys, folder, f"--data={text}", "--dtype=float64", f"--out={out}")
+    blocks = blocks_of(text, 16)
+    losses, targets = direct(model, blocks), blocks[:, 1:]
+    meta = json.loads((text / "meta.json").read_text())
+    kept = losses[targets != meta["end_token_id"]].tolist()
+    assert row["end_targets"] == losses.numel() - len(kept) > 20
+    assert row["targets"] == losses.numel() == 15 * row["blocks"] and row["block_size"] == 16
+    flat = losses.flatten().tolist()
+    assert row["ce"] == pytest.approx(math.fsum(flat) / len(flat), rel=EXACT)
+    assert row["ce_no_end"] == pytest.approx(math.fsum(kept) / len(kept), rel=EXACT)
+    assert abs(row["ce"] - row["ce_no_end"]) > 1e-3
+    for key, share in {"p2.5": 0.025, "median": 0.5, "p97.5": 0.975, "p99.9": 0.999}.items():
+        level = np.quantile(flat, share)
+        assert row[key] == pytest.approx(level, rel=EXACT) and row["p2.5"] < row["median"] < row["p97.5"]
+    assert row["perplexity"] == pytest.approx(math.exp(row["ce"]), rel=EXACT)
+    per_byte = row["ce"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    assert row["bits_per_byte"] == pytest.approx(per_byte, rel=EXACT) and row["gap"] == 0
+    assert row["paper"] is row["paper_gap"] is None
+    (line,) = [line for line in said.splitlines() if line.startswith(f"| {folder}")]
+    assert f" {row['ce']:.4f} |" in line and f" {row['ce_no_end']:.4f} |" in line
+    report = json.loads(out.read_text())
+    assert report["rows"] == [row] and report["texts"][str(text)]["source"] == "parts of a module"
+
+
+def test_the_batch_size_is_of_no_account(capsys, text, tmp_path):
+    folder = put(network("rmsnorm", std=0.5), tmp_path / "run", text)
+    rows = []
+    for size in (1, 3, 8, 1000):
+        flags = (f"--data={text}", "--dtype=float64", f"--batch_size={size}")
+        rows.append(run(capsys, folder, *flags)[1][0])
+    for row in rows[1:]:
+        for key in ("ce", "ce_no_end", "median", "p99.9"):
+            assert row[key] == pytest.approx(rows[0][key], rel=EXACT)
+    narrow = run(capsys, folder, f"--data={text}")[1][0]
+    assert narrow["ce"] == pytest.approx(rows[0]["ce"], rel=1e-5) and narrow["ce"] != rows[0]["ce"]
+
+
+def test_gaps_are_to_vanilla(capsys, text, bpe_corpus, tmp_path):
+    folders = [put(network(seed=i), tmp_path / f"run{i}", text) for i in range(3)]
+    both = f"--data={text},{bpe_corpus}"
+    said, rows = run(capsys, *folders[:2], both, f"--vanilla={folders[2]}", "--blocks=5")
+    ce = {(row["model"], row["data"]): row["ce"] for row in rows}
+    assert len(ce) == 6 and rows[0]["model"] == str(folders[2])  # it comes first
+    for row in rows:
+        assert row["gap"] == ce[row["model"], row["data"]] - ce[str(folders[2]), row["data"]]
+        assert row["blocks"] == 5
+    assert f"gaps to {folders[2]}" in said and said.count("\n| ") == 7  # a head, 6 rows
+    first = run(capsys, *folders, both, "--blocks=5")[1]
+    assert first[0]["model"] == str(folders[0]) and first[0]["gap"] == 0 != first[2]["gap"]
+
+
+def test_a_set_that_is_cut_is_recut_only_with_a_remark(capfd, text, tmp_path):
+    folder = put(network(), tmp_path / "run", text)
+    meta = json.loads((text / "meta.json").read_text())
+    few = {k: v for k, v in meta.items() if not k.startswith("train") and k != "val_bytes"}
+    copy = tmp_path / "set"
+    copy.mkdir()
+    for name in ("val.bin", "tokenizer.json", "tokenizer_config.json"):
+        (copy / name).write_bytes((text / name).read_bytes())
+    rows = []
+    for cut in (16, 32):
+        (copy / "meta.json").write_text(json.dumps(few | {"block_size": cut, "set": "pile"}))
+        rows += run(capfd, folder, f"--data={copy}")[1]
+        evaluate.main([str(folder), f"--data={copy}", "--device=cpu"])
+        assert (f"blocks of {cut}; it is read as one stream" in capfd.readouterr().err) == (cut == 32)
+    assert rows[0]["bits_per_byte"] is None and rows[0]["ce"] == rows[1]["ce"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# whatever holds a network
+
+
+def test_transformers_agrees_with_our_reader(capsys, text, tmp_path):
+    """The same GPT-2 folder by both, in float64; the losses are those of its own forward."""
+    folder = hf_folder(tmp_path / "gpt2", "gpt2", text)
+    _, (row,) = run(capsys, folder, f"--data={text}", "--dtype=float64")
+    theirs = by_transformers(str(folder), folder, "a reason")
+    theirs.model.double()
+    knobs = evaluate.Evaluate(dtype="float64")
+    blocks = blocks_of(text, 64)
+    assert row["block_size"] == theirs.context == 64
+    losses = evaluate.token_losses(theirs, blocks.numpy(), knobs, torch.device("cpu"))
+    assert losses.mean() == pytest.approx(row["ce"], rel=1e-9)
+    own = [theirs.model(input_ids=block[None], labels=block[None]).loss.item() for block in blocks]
+    assert np.mean(own) == pytest.approx(row["ce"], rel=1e-6)  # that loss is computed in float32
+
+
+def test_what_our_reader_refuses_transformers_reads(capfd, text, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(vocab_size=BPE_SIZE, hidden_size=24, num_hidden_layers=2,
+                                        num_attention_heads=4, intermediate_size=40,
+                                        max_position_embeddings=16)  # fmt: skip
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "neox")
+    evaluate.main([str(tmp_path / "neox"), f"--data={text}", "--device=cpu"])
+    said = capfd.readouterr()
+    row = json.loads(said.out.splitlines()[-1])["rows"][0]
+    assert "GPTNeoXForCausalLM of transformers, since" in said.err and "brings no tokenizer" in said.err
+    losses = direct(lambda idx: model(input_ids=idx).logits, blocks_of(text, 16))
+    assert row["ce"] == pytest.approx(losses.mean().item(), rel=1e-5)
+
+
+class Fixed(torch.nn.Module):
+    """(h - mean) / sigma * weight + bias with a constant sigma: what FakeLN makes of a LayerNorm."""
+
+    def __init__(self, norm, sigma: float):
+        super().__init__()
+        self.norm, self.sigma = norm, sigma
+
+    def forward(self, h):
+        return (h - h.mean(-1, keepdim=True)) / self.sigma * self.norm.weight + self.norm.bias
+
+
+def test_fakeln_folders_are_read(capfd, text, tmp_path):
+    """Gains of 1e6/sigma and an eps of 1e12 are 1/sigma, up to var/(2e12)."""
+    plain, tricked = (made("GPT2LMHeadModel", vocab_size=BPE_SIZE) for _ in range(2))
+    sites = [name for name, m in plain.named_modules() if isinstance(m, torch.nn.LayerNorm)]
+    sigmas = {name: 0.7 + 0.3 * i for i, name in enumerate(sites)}
+    with torch.no_grad():
+        for name, sigma in sigmas.items():
+            tricked.get_submodule(name).weight *= 1e6 / sigma
+    tricked.config.layer_norm_epsilon = 1e12
+    folder = tmp_path / "lnfree"
+    tricked.save_pretrained(folder)
+    for name, sigma in sigmas.items():
+        plain.set_submodule(name, Fixed(plain.get_submodule(name), sigma))
+    losses = direct(lambda idx: plain(input_ids=idx).logits, blocks_of(text, 64))
+    evaluate.main([str(folder), f"--data={text}", "--dtype=float64", "--device=cpu"])
+    said = capfd.readouterr()
+    row = json.loads(said.out.splitlines()[-1])["rows"][0]
+    assert row["ce"] == pytest.approx(losses.mean().item(), rel=1e-9)
+    assert "eps of 1e+12 makes each norm a fixed scaling" in said.err
+    narrow = run(capfd, folder, f"--data={text}")[1][0]
+    assert narrow["ce"] == pytest.approx(row["ce"], rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-internal"])
+def test_runs_model_files_and_exports_agree(variant, capsys, text, tmp_path):
+    """A checkpoint at gate 0, its folded form, and that exported with code of its own, which is not run."""
+    model = network(variant)
+    run_folder = put(model, tmp_path / "run", text)
+    folded = fold(model)
+    torch.save(folded.to_file({}), tmp_path / "run/folded.pt")
+    export = tmp_path / "export"
+    export.mkdir()
+    sample = blocks_of(text, 16)[:2]
+    hf.write(Job(folded, load_tokenizer(text), {}, tmp_path / "run/folded.pt", export, sample))
+    (export / "modeling_nanonorm.py").write_text("raise SystemExit('was run')")
+    paths = [run_folder / "model.pt", run_folder, export]
+    rows = run(capsys, *paths, f"--data={text}", "--dtype=float64")[1]
+    assert max(abs(row["gap"]) for row in rows) < 1e-12 * rows[0]["ce"] * 10
+    assert len(rows) == 3
+
+
+def test_a_table_is_of_one_block_size(capsys, text, tmp_path):
+    long, short = put(network(), tmp_path / "long", text), tmp_path / "short"
+    put(tiny("layernorm", vocab_size=BPE_SIZE, block_size=8).eval(), short, text)
+    with pytest.raises(BadInput, match=r"reads 16 tokens, .*short 8; choose one .*--block_size=8") as error:
+        run(capsys, long, short, f"--data={text}")
+    one_line(error)
+    rows = run(capsys, long, short, f"--data={text}", "--block_size=8")[1]
+    assert {row["block_size"] for row in rows} == {8}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is wrong with them
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--data=TEXT"], "name networks and text"),
+        (["RUN"], "name networks and text"),
+        (["RUN", "--data=nowhere"], "cannot read the text in"),
+        (["no/such/run", "--data=TEXT"], "no/such/run"),
+        (["RUN", "--data=TEXT", "--block_size=17"], "reads 16 tokens"),
+        (["RUN", "--data=TEXT", "--block_size=1"], "2 at least"),
+        (["RUN", "--data=OTHER"], "is not in the tokens of"),
+        (["SMALL", "--data=TEXT"], "token ids"),
+        (["RUN", "--data=SHORT"], "not one block of 16"),
+        (["RUN", "--data=TEXT", "--figure=x.png"], "--figure draws"),
+        (["RUN", "--data=TEXT", "--out=x.txt"], "must be a .json file"),
+        (["WILD", "--data=TEXT"], "is nan"),
+        (["FOLDED", "--data=TEXT", "--calibration"], "no norm"),
+    ],
+)
+def test_errors_are_one_line(argv, said, capsys, text, corpus, tmp_path):
+    put(network(), tmp_path / "run", text)
+    put(tiny("layernorm", vocab_size=61, block_size=16).eval(), tmp_path / "small")
+    wild = network()
+    wild.tok_emb.weight.data *= 1e200  # finite, which a file must be; its logits are not
+    put(wild, tmp_path / "wild", text)
+    put(fold(network("layernorm-all")), tmp_path / "folded", text)
+    short = tmp_path / "short"
+    data.prepare(lambda: [("abc", True)], lambda: [("abc", True)], short_of(short), None, "short",
+                 tokenizer=load_tokenizer(text))  # fmt: skip
+    where = {"RUN": tmp_path / "run", "SMALL": tmp_path / "small", "WILD": tmp_path / "wild", "OTHER": corpus,
+             "FOLDED": tmp_path / "folded", "SHORT": short, "TEXT": text}  # fmt: skip
+    argv = [re.sub(r"[A-Z]{3,}", lambda m: str(where[m[0]]), word) for word in argv]
+    with pytest.raises((BadInput, ModelError)) as error:
+        run(capsys, *argv)
+    assert said in one_line(error)
+
+
+def short_of(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_another_file_of_the_same_tokenizer_will_do(capsys, text, tmp_path):
+    """As transformers writes it anew beside each model."""
+    folder = hf_folder(tmp_path / "gpt2", "gpt2", text)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(written, indent=7))
+    row = run(capsys, folder, f"--data={text}")[1][0]
+    vocab = written["model"]["vocab"]
+    (a, i), (b, j) = list(vocab.items())[100:102]
+    vocab[a], vocab[b] = j, i
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    with pytest.raises(BadInput, match="not in the tokens"):
+        run(capsys, folder, f"--data={text}")
+    assert row["targets"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# beside the paper
+
+
+def test_the_papers_table_is_whole():
+    assert len(table4.PAPER) == 20 and {size for size, _ in table4.PAPER} == table4.SIZES.keys()
+    for (size, method), figures in table4.PAPER.items():
+        assert figures.keys() == set(table4.SETS)
+        row = table4.row_of(f"gpt2_{size}_{method}", *table4.SIZES[size])
+        assert row == (size, method) and table4.row_of(f"gpt2_{size}_{method}", 2, 24) is None
+    assert table4.row_of("gpt2-xl_LNFree800", 48, 1600) == ("xl", "fakeln")
+    assert table4.paper_says(("xl", "fakeln"), "pile", 1024) == 130.2197
+    assert table4.paper_says(("s", "all"), "openwebtext", 512) is None
+    assert table4.paper_says(None, "pile", 1024) is table4.paper_says(("s", "all"), None, 1024) is None
+
+
+def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_path):
+    """On a network small enough to be here, under the names and the set of the paper."""
+    monkeypatch.setitem(table4.SIZES, "s", (2, 24))
+    monkeypatch.setattr(table4, "CONTEXT", 16)
+    folder = put(network(), tmp_path / "out/gpt2_s_fakeln", text)
+    meta = json.loads((text / "meta.json").read_text())
+    owt = tmp_path / "owt"
+    owt.mkdir()
+    for name in (*load_tokenizer(text).files, "val.bin"):
+        (owt / name).write_bytes((text / name).read_bytes())
+    (owt / "meta.json").write_text(json.dumps(meta | {"set": "openwebtext", "block_size": 16}))
+    said, (row, other) = run(capsys, folder, f"--data={owt},{text}")
+    assert row["paper"] == 3.0797 and row["paper_gap"] == pytest.approx(0.0671) and other["paper"] is None
+    assert "|   3.0797 |  +0.0671 |" in said
+    by_file = run(capsys, folder / "model.pt", f"--data={owt}", "--within=9")[1][0]
+    assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
+    with pytest.raises(BadInput, match=r"the paper 3\.0797, more than 0\.005 apart"):
+        run(capsys, folder, f"--data={owt}", "--within=0.005")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# position 0
+
+
+@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-all-aux"])
+def test_c_is_what_a_calibration_gives(variant, text):
+    """On the same tokens: TaperNorm's own averages after one step, with position 0 and without."""
+    idx = blocks_of(text, 16)[:6]
+    for skip, key in ((False, "c"), (True, "c_skip_first")):
+        model = network(variant, phase="norm", calib_skip_first=skip).train()
+        rows = calibration.measure(model, idx.split(4), torch.device("cpu"))
+        model(idx)
+        model.update_statistics()
+        own = {name: norm.c_now().item() for name, norm in model.taper_norms().items()}
+        assert len(rows) == len(own) == 5
+        for row, c in zip(rows, own.values(), strict=True):
+            assert row[key] == pytest.approx(c, rel=1e-6), row["site"]
+
+
+def test_position_0_drags_c_down_and_hardly_the_mean(capsys, text, tmp_path):
+    model = network("layernorm", positions="learned")
+    model.pos_emb.weight.data[0] *= 100
+    folder, figure = put(model, tmp_path / "run", text), tmp_path / "c.png"
+    flags = (f"--data={text}", "--dtype=float64", "--calibration")
+    said, rows = run(capsys, folder, *flags, f"--figure={figure}")
+    assert [row["site"] for row in rows] == [
+        "blocks.0.norm_attn", "blocks.0.norm_mlp", "blocks.1.norm_attn", "blocks.1.norm_mlp", "norm_final"
+    ]  # fmt: skip
+    first = rows[0]
+    idx = blocks_of(text, 16)
+    with torch.no_grad():
+        h = model.tok_emb(idx) + model.pos_emb.weight
+    sigma = (h.var(-1, correction=0) + model.config.norm_eps).sqrt()
+    power = ((h - h.mean(-1, keepdim=True)) * model.blocks[0].norm_attn.weight).square().sum(-1)
+    assert first["sigma_first"] == pytest.approx(sigma[:, 0].mean().item(), rel=1e-9)
+    assert first["sigma_others"] == pytest.approx(sigma[:, 1:].mean().item(), rel=1e-9)
+    assert first["c"] == pytest.approx(((power / sigma).sum() / power.sum()).item(), rel=1e-9)
+    assert first["c_mean_scale"] == pytest.approx(1 / sigma.mean().item(), rel=1e-9)
+    assert first["sigma_first"] > 20 * first["sigma_others"]
+    assert first["c_times_sigma"] < 0.1 < 0.8 < first["c_skip_first_times_sigma"] < 1.2
+    assert first["c_times_sigma"] < first["c_mean_scale_times_sigma"] < 1
+    assert "c* sigma with position 0" in said and figure.stat().st_size > 10_000
+    batched = run(capsys, folder, *flags, "--batch_size=3")[1]
+    for a, b in zip(rows, batched, strict=True):
+        assert a["c"] == pytest.approx(b["c"], rel=EXACT)
+
+
+def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):
+    """FakeLN's eps of 1e12 would make sigma 1e6 everywhere."""
+    folder = tmp_path / "gpt2"
+    made("GPT2LMHeadModel", vocab_size=BPE_SIZE).save_pretrained(folder)
+    normal = open_network(str(folder)).model
+    change(folder, layer_norm_epsilon=1e12)
+    fixed = open_network(str(folder)).model
+    idx = [blocks_of(text, 64)[:2]]
+    a, b = (calibration.measure(m, idx, torch.device("cpu"))[0] for m in (normal, fixed))
+    assert a == b and a["sigma_others"] < 100
+
+
+def test_an_export_that_is_not_whole_is_refused(tmp_path):
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "nanonorm"}))
+    with pytest.raises(ModelError, match="cannot be read"):
+        open_network(str(folder))
+    model = fold(network("layernorm-all"))
+    tensors = {f"net.{name}": t for name, t in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="lacks its network's settings"):
+        open_network(str(folder))
+    network_settings = {"model_type": "nanonorm", "network": asdict(model.config)}
+    (folder / "config.json").write_text(json.dumps(network_settings))
+    idx = torch.arange(16)[None]
+    assert torch.equal(open_network(str(folder))(idx), model(idx))
+    assert F.cross_entropy(model(idx)[0], idx[0]).isfinite()

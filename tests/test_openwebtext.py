@@ -1,0 +1,227 @@
+"""OpenWebText and the sets to evaluate on: the recipe's split and cut, from a stand-in for the hub or from
+files, and nothing large is fetched unasked."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from running import refused, train
+
+import data
+from data import held_out
+from data.openwebtext.prepare import HUB_NAME
+from data.tokenizer import END, load_tokenizer
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+
+PREPARE, HELD_OUT = "data/openwebtext/prepare.py", "data/held_out.py"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the hub's clients: `hub.rows` is what any data set holds; `hub.asked` what was asked."""
+    import datasets
+    import huggingface_hub
+
+    hub = SimpleNamespace(rows=[], asked=[])
+
+    def load_dataset(name, split, revision, streaming=False):
+        hub.asked.append((name, split, revision, streaming))
+        return iter(hub.rows) if streaming else datasets.Dataset.from_list(hub.rows)
+
+    def dataset_info(self, name, timeout, revision="abc123"):
+        return SimpleNamespace(sha=revision)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    return hub
+
+
+def texts(count: int) -> list[str]:
+    return [f"def f{i}(x):\n    return {'x' * (i % 7)} + {i}" for i in range(count)]
+
+
+def documents(folder, split: str) -> list[str]:
+    """The documents of a prepared split, by its tokenizer."""
+    meta = json.loads((folder / "meta.json").read_text())
+    tokenizer = load_tokenizer(folder / meta["tokenizer"])
+    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+    assert len(ids) == meta[f"{split}_tokens"] and ids[-1] == tokenizer.eot_id
+    ends = np.flatnonzero(ids == tokenizer.eot_id) + 1
+    return [tokenizer.decode(row[:-1].tolist()) for row in np.split(ids, ends)[:-1]]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the corpus
+
+
+def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
+    """0.05% of the rows, rounded up: the first of numpy's permutation with seed 2357."""
+    some = texts(4100)
+    hub.rows = [{"text": text} for text in some]
+    train(f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}", program=PREPARE)
+    order = np.random.default_rng(2357).permutation(len(some))
+    assert documents(tmp_path, "val") == [some[i] for i in order[:3]]
+    assert documents(tmp_path, "train") == [some[i] for i in order[3:]]
+    assert hub.asked == [(HUB_NAME, "train", "abc123", False)]
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["source"] == f"{HUB_NAME} on the Hugging Face hub, revision abc123" and meta["dtype"] == "<u2"
+    assert "4,100 rows, not 8,013,769" in capfd.readouterr().err  # so the split is not the published one
+    data.open_corpus(tmp_path, 16)
+
+
+def test_a_revision_can_be_named(hub, bpe_corpus, tmp_path):
+    hub.rows = [{"text": text} for text in texts(20)]
+    flags = [f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}", "--hub=my/copy", "--revision=v1"]
+    train(*flags, program=PREPARE)
+    assert hub.asked == [("my/copy", "train", "v1", False)]
+
+
+def test_local_text_needs_no_hub(bpe_corpus, tmp_path):
+    for name, some in (("train", texts(9)), ("val", texts(4))):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{text}\n{END}\n" for text in some))
+    flags = [f"--text={tmp_path}/train.txt", f"--val_text={tmp_path}/val.txt", f"--out_dir={tmp_path}/out"]
+    train(*flags, f"--tokenizer={bpe_corpus}", program=PREPARE)
+    assert documents(tmp_path / "out", "train") == texts(9)
+    assert documents(tmp_path / "out", "val") == texts(4)
+
+
+def test_without_the_hub_one_line_names_the_ways_out(monkeypatch, bpe_corpus, tmp_path, capsys):
+    import huggingface_hub
+
+    def unreachable(self, name, **_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    flags = [f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
+    said = refused(capsys, *flags, program=PREPARE)
+    assert "cannot reach Skylion007/openwebtext" in said and "--text=... --val_text=..." in said
+    said = refused(capsys, "--set=pile", *flags, program=HELD_OUT)
+    assert "cannot reach apollo-research" in said and "--text=FILE" in said
+    assert "go together" in refused(capsys, "--text=a", program=PREPARE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_large_is_fetched_unasked(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "data/openwebtext"
+    folder.mkdir(parents=True)
+    (folder / "prepare.py").write_text("raise SystemExit('was run')")
+    monkeypatch.setattr(data, "ROOT", tmp_path)
+    for meta in (False, True):  # also where the tokens alone are missing
+        if meta:
+            (folder / "meta.json").write_text("{}")
+        with pytest.raises(BadInput, match=r"prepare\.py --tokenizer=some/model.* 54 GB.*--text=") as error:
+            data.prepare_if_missing(folder, "some/model")
+        assert "\n" not in str(error.value)
+    other = tmp_path / "set"
+    other.mkdir()
+    (other / "meta.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"no train\.bin; .*held_out"):
+        data.prepare_if_missing(other)
+
+
+@pytest.mark.skipif((ROOT / "data/openwebtext/meta.json").exists(), reason="it is prepared here")
+def test_training_says_what_to_run(tmp_path, capsys):
+    said = refused(capsys, "--dataset=openwebtext", f"--out_dir={tmp_path}", "--device=cpu")
+    assert "python data/openwebtext/prepare.py" in said and "--text=" in said
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the sets to evaluate on
+
+
+def test_blocks_are_cut_as_the_recipe_cuts_them():
+    """In the shares that `datasets` gives 32 processes, by 512 documents, then as many as fill batches."""
+    import datasets
+
+    rng, T = np.random.default_rng(0), 8
+    rows = [rng.integers(61, size=n) for n in rng.integers(1, 6, size=32 * 520 + 11)]
+    numbers, blocks, dropped = datasets.Dataset.from_dict({"i": list(range(len(rows)))}), [], 0
+    for share in range(32):
+        of_one = numbers.shard(num_shards=32, index=share, contiguous=True)["i"]
+        of_one = list(of_one)
+        for batch in (of_one[:512], of_one[512:]):
+            stream = [t for i in batch for t in rows[i].tolist()]
+            blocks += [stream[t : t + T] for t in range(0, len(stream) - T + 1, T)]
+            dropped += len(stream) % T
+    blocks = blocks[: len(blocks) // 8 * 8]
+    assert dropped > 0
+    assert np.array_equal(held_out.cut_in_batches(rows, T).reshape(-1, T), blocks)
+
+
+def test_fewer_documents_than_processes():
+    rows = [np.arange(40), np.arange(100, 133)]  # 5 blocks of 8, and 4 with one token left over
+    cut = held_out.cut_in_batches(rows, 8).reshape(-1, 8)
+    assert len(cut) == 8 and cut[5, 0] == 100
+
+
+def test_openwebtext_is_the_same_from_the_hub_and_from_the_corpus(hub, bpe_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(held_out, "ROOT", tmp_path)  # nothing is prepared there
+    hub.rows = [{"text": text} for text in texts(20_000)]
+    train(f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}/corpus", program=PREPARE)
+    for name, more in (("a", f"--corpus={tmp_path}/corpus"), ("b", f"--tokenizer={bpe_corpus}")):
+        argv = [HELD_OUT, "--set=openwebtext", "--block_size=4", more, f"--out_dir={tmp_path / name}"]
+        monkeypatch.setattr("sys.argv", argv)
+        held_out.main()
+    a, b = ((tmp_path / name / "val.bin").read_bytes() for name in "ab")
+    assert a == b and len(a) % (2 * 4 * 8) == 0 and len(a) > 0
+    manifest, meta, tokens = data.open_held_out(tmp_path / "a")
+    assert (manifest.set, manifest.block_size, manifest.val_bytes) == ("openwebtext", 4, None)
+    assert tokens.dtype == np.uint16 and "train_tokens" not in meta and len(hub.asked) == 2
+
+
+def test_pile_is_the_first_records_recut(hub, bpe_corpus, tmp_path, capfd):
+    hub.rows = [{"input_ids": list(range(i, i + 10)), "other": 1} for i in range(50)]
+    flags = ["--set=pile_filtered", f"--tokenizer={bpe_corpus}", "--records=7", f"--out_dir={tmp_path}"]
+    train(*flags, "--block_size=8", program=HELD_OUT)
+    manifest, _, tokens = data.open_held_out(tmp_path)
+    stream = [t for row in hub.rows[:7] for t in row["input_ids"]]
+    assert tokens.tolist() == stream[:56] and manifest.set == "pile_filtered"  # 7 blocks of 70 // 8
+    assert hub.asked == [("lucabaroni/apollo-pile-filtered-10k", "train", "abc123", True)]
+    assert "10 to 10 tokens" in capfd.readouterr().err
+    train(*flags, "--block_size=10", program=HELD_OUT)  # over the old one, and now the records are blocks
+    assert "tokens: the recipe shuffles" not in capfd.readouterr().err
+    assert data.open_held_out(tmp_path)[2].tolist() == stream
+
+
+def test_text_of_ones_own(bpe_corpus, tmp_path):
+    (tmp_path / "own.txt").write_text("".join(f"{text}\n{END}\n" for text in texts(5)))
+    flags = [f"--text={tmp_path}/own.txt", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}/set"]
+    train(*flags, program=HELD_OUT)
+    manifest, _, tokens = data.open_held_out(tmp_path / "set")
+    assert documents(tmp_path / "set", "val") == texts(5) and manifest.block_size is None
+    assert manifest.val_bytes == sum(len(text) for text in texts(5)) and manifest.val_documents == 5
+    assert len(tokens) == manifest.val_tokens
+    with pytest.raises(BadInput, match=r"no train\.bin"):
+        data.prepare_if_missing(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "either --set, one of openwebtext, pile, pile_filtered, or --text"),
+        (["--set=pile", "--text=x"], "either --set"),
+        (["--set=wikitext"], "must be one of openwebtext"),
+        (["--set=pile", "--out_dir="], "name the folder to write"),
+        (["--text=own.txt"], "--out_dir"),
+        (["--text=missing.txt", "--out_dir=out"], "'missing.txt' is not a file"),
+        (["--text=empty.txt", "--out_dir=out"], "empty.txt does not fill"),
+        (["--text=own.txt", "--out_dir=CORPUS"], "holds a corpus"),
+        (["--set=openwebtext", "--corpus=own.txt", "--out_dir=out"], "cannot read the text in own.txt"),
+        (["--set=pile", "--out_dir=out"], "token id 999"),
+        (["extra", "--set=pile", "--out_dir=out"], "unexpected word 'extra'"),
+    ],
+)
+def test_a_set_that_cannot_be_made_is_one_line(flags, said, hub, bpe_corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub.rows = [{"input_ids": [1, 999]}]
+    (tmp_path / "own.txt").write_text(f"text\n{END}\n")
+    (tmp_path / "empty.txt").write_text("\n")
+    flags = [flag.replace("CORPUS", str(bpe_corpus)) for flag in flags]
+    if not any("openwebtext" in flag for flag in flags):
+        flags.append(f"--tokenizer={bpe_corpus}")
+    before = {path.name: path.read_bytes() for path in bpe_corpus.iterdir()}
+    assert said in refused(capsys, *flags, program=HELD_OUT)
+    assert not (tmp_path / "out/meta.json").exists()
+    assert {path.name: path.read_bytes() for path in bpe_corpus.iterdir()} == before
