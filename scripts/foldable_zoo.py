@@ -101,6 +101,12 @@ ARCHITECTURES = {
         "num_key_value_heads": 2}),
     "codegen": Architecture("CodeGenConfig", "CodeGenForCausalLM", GPT | {
         "n_ctx": 64, "rotary_dim": 4}, ("n_layer",)),
+    "nemotron": Architecture("NemotronConfig", "NemotronForCausalLM", DECODER | {"num_key_value_heads": 2}),
+    "persimmon": Architecture("PersimmonConfig", "PersimmonForCausalLM", DECODER),
+    "phimoe": Architecture("PhimoeConfig", "PhimoeForCausalLM", DECODER | {
+        "num_key_value_heads": 2, "num_local_experts": 4}),
+    "xglm": Architecture("XGLMConfig", "XGLMForCausalLM", TEXT | {
+        "d_model": 32, "attention_heads": 4, "ffn_dim": 64}, ("num_layers",)),
     "olmo": Architecture("OlmoConfig", "OlmoForCausalLM", DECODER),
     "cohere": Architecture("CohereConfig", "CohereForCausalLM", DECODER),
     "cohere-qk": Architecture("CohereConfig", "CohereForCausalLM", DECODER | {"use_qk_norm": True}),
@@ -203,14 +209,18 @@ class Tokens(nn.Module):
         return self.head(self.encoder(self.table(ids) + self.position))
 
 
-def build(name: str, layers: int | None = None, tied: bool | None = None, **settings) -> Example:
+def build(
+    name: str, layers: int | None = None, tied: bool | None = None, headless: bool = False, **settings
+) -> Example:
     """Build a small network.
 
     Args: layers: its depth; tied: whether the input and output tables are one (None for either: as the config
-    class has it); settings: other settings of the config.
-    Raises: BadInput for an architecture that is not in NAMES.
+    class has it); headless: without its head; settings: other settings of the config.
+    Raises: BadInput for an architecture that is not in NAMES, or has no text model without a head.
     """
     check_name(name)
+    if headless and (name in PLAIN or ARCHITECTURES[name].reads != "text"):
+        raise BadInput(f"{name} is no text model that can be built without a head; try gpt2, bert or opt")
     if name in PLAIN:
         model = Tokens(name == "torch-prenorm", layers or 6, tied=tied is not False)
         return Example(model.eval(), (inputs_of("text")["input_ids"],))
@@ -223,7 +233,8 @@ def build(name: str, layers: int | None = None, tied: bool | None = None, **sett
     if tied is not None:
         values["tie_word_embeddings"] = tied
     config = getattr(transformers, architecture.config)(**values)
-    model = getattr(transformers, architecture.model)(config)
+    kind = getattr(transformers, architecture.model)
+    model = transformers.AutoModel.from_config(config) if headless else kind(config)
     return Example(model.eval(), inputs_of(architecture.reads), architecture.outputs)
 
 

@@ -103,6 +103,18 @@ class Twice(nn.Module):
         return 2 * w
 
 
+class Single(nn.Module):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise TypeError("single only")
+        return x.clone()
+
+
+class NormPlusOne(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
 FOLDS = {
     "linear": (net(lambda s, x: s.ln(s.lin(x))), X, 1),
     "no bias": (net(lambda s, x: s.ln(s.lin(x)), lin=nn.Linear(D, D, bias=False)), X, 1),
@@ -182,6 +194,18 @@ FOLDS = {
         net(lambda s, x: lstm(s, x), lin=nn.Linear(D, 4 * D), lin2=nn.Linear(D, 4 * D),
             ln=nn.LayerNorm(4 * D), ln2=nn.LayerNorm(4 * D)), X, 2),
     "a saved buffer": (net(lambda s, x: s.ln(s.lin(x) + s.b)), X, 1),
+    "a fused matrix cut in three": (
+        net(lambda s, x: (lambda q, k, v: s.ln(q) + s.ln2(k) * v)(*s.q(x).chunk(3, -1)),
+            q=nn.Linear(D, 3 * D)), X, 2),
+    "a fused matrix that is no module": (
+        net(lambda s, x: (lambda h: s.ln(h.narrow(2, D, D)) * h[..., :D])(x @ s.q.weight.T),
+            q=nn.Linear(D, 3 * D)), X, 1),
+    "rows of a weight": (
+        net(lambda s, x: s.ln(F.linear(x, s.q.weight[:D])) * F.linear(x, s.q.weight[D:]),
+            q=nn.Linear(D, 2 * D)), X, 1),
+    "a part of the channels": (
+        net(lambda s, x: (lambda h: s.n(h[..., :4]) * h[..., 4:])(s.lin(x)), n=nn.LayerNorm(4)), X, 1),
+    "a gain that is stored minus 1": (net(lambda s, x: s.ln(s.lin(x)), ln=NormPlusOne(D)), X, 1),
 }  # fmt: skip
 FOLDS["a saved buffer"][0].register_buffer("b", torch.randn(T, D))
 FOLDS["a sliced weight"][0].wide = nn.Linear(3 * D, D)
@@ -267,8 +291,16 @@ REFUSED = {
     "multiplied by its own mean": (net(lambda s, x: (lambda h: s.ln(h * h.mean()))(s.lin(x))), X),
     "a matrix times itself": (net(lambda s, x: s.ln(x @ (s.lin.weight @ s.lin.weight))), X),
     "einsum of two streams": (net(lambda s, x: s.ln(torch.einsum("btd,btd->btd", s.lin(x), s.lin2(x)))), X),
-    "a fused matrix cut in three": (net(lambda s, x: s.ln(s.q(x).chunk(3, -1)[0]), q=nn.Linear(D, 3 * D)), X),
-    "rows of a weight": (net(lambda s, x: s.ln(F.linear(x, s.q.weight[:D])), q=nn.Linear(D, 3 * D)), X),
+    "parts of a fused matrix that overlap": (
+        net(lambda s, x: (lambda h: s.ln(h[..., :D]) + h[..., 4 : D + 4].exp())(s.q(x)),
+            q=nn.Linear(D, 3 * D)), X),
+    "queries that others read": (
+        net(lambda s, x: (lambda q, k, v: s.ln(q) + q * v)(*s.q(x).chunk(3, -1)), q=nn.Linear(D, 3 * D)), X),
+    "a fused matrix that is read whole as well": (
+        net(lambda s, x: (lambda h: (s.ln(h[..., :D]), h.exp()))(s.q(x)), q=nn.Linear(D, 3 * D)), X),
+    "a part across the heads": (net(lambda s, x: s.n(s.lin(x)[..., 2:6]), n=NARROW), X),
+    "every second row of a weight": (
+        net(lambda s, x: s.ln(F.linear(x, s.q.weight[::2])), q=nn.Linear(D, 2 * D)), X),
     "a table with a largest norm": (net(lambda s, i: s.ln(s.e(i)), e=nn.Embedding(V, D, max_norm=1.0)), IDS),
     "a state kept in a buffer": (net(lambda s, x: (lambda h: (s.b.copy_(h), s.ln(h))[1])(s.lin(x))), X),
     "a hook that reads the norm's input": (net(lambda s, x: s.ln(s.lin(x))), X),
@@ -283,7 +315,6 @@ REFUSED = {
     "a product of two streams": (net(lambda s, x: s.ln(s.lin(x) * s.lin2(x))), X),
     "a square": (net(lambda s, x: (lambda h: s.ln(h * h))(s.lin(x))), X),
     "a gain per channel from elsewhere": (net(lambda s, x: s.ln(s.lin(x) * s.head.weight.mean(0))), X),
-    "a part of the channels": (net(lambda s, x: s.n(s.lin(x)[..., :4]), n=NARROW), X),
     "a concatenation of channels": (
         net(lambda s, x: s.n(torch.cat([s.lin(x), s.lin2(x)], -1)), n=nn.LayerNorm(2 * D)), X),
     "a depthwise convolution": (
@@ -342,6 +373,41 @@ def test_what_is_refused(name):
     assert reached and all(n.reason and n.verdict.startswith("not: ") for n in reached)
     assert not any("\n" in n.verdict for n in reached)
     check(copy.deepcopy(model), inputs, 0, op_cost=1e6)  # and folding nothing changes nothing
+
+
+def thirds(h):
+    return [h[..., i, :] for i in range(3)]
+
+
+# How queries, keys and values (2 heads of 4 each; or 3, 2 and 1 heads) are cut out of one matrix.
+CUTS = {
+    "chunk": lambda h: [x.unflatten(-1, (2, 4)) for x in h.chunk(3, -1)],
+    "split": lambda h: [x.unflatten(-1, (-1, 4)) for x in h.split([12, 8, 4], -1)],
+    "select": lambda h: thirds(h.view(2, T, 2, 3, 4)),
+    "unbind": lambda h: h.reshape(2, T, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0),
+}
+
+READER = st.sampled_from(("norm", "both", "gelu", "none"))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(CUTS)), st.tuples(READER, READER, READER))
+def test_parts_of_a_fused_matrix(cut, readers):
+    """A norm of each head folds where nobody else reads its third, whatever reads the others."""
+
+    def forward(s, x):
+        out = x.sum()
+        for part, reader, norm in zip(CUTS[cut](s.q(x)), readers, s.norms, strict=True):
+            h = norm(part) if reader in ("norm", "both") else torch.zeros(1)
+            out = out + h.square().sum() + (part.exp().sum() if reader in ("both", "gelu") else 0)
+        return out
+
+    norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+    model = randomize(net(forward, q=nn.Linear(D, 3 * D), norms=norms)).double()
+    new, report = fold(model, X.double())
+    verdicts = {norm.name: norm.foldable for norm in report.norms if "not reached" not in norm.reason}
+    assert verdicts == {f"norms.{i}": r == "norm" for i, r in enumerate(readers) if r in ("norm", "both")}
+    assert difference(new(X.double()), model(X.double())) < 1e-12
 
 
 def test_the_reason_names_the_node():
@@ -582,6 +648,19 @@ def test_the_proof_looks_behind_fill_values_and_at_something():
     assert "by inf" in one_line(e)
 
 
+def test_what_does_not_run_in_float64_is_proved_in_float32():
+    """And the report says so; a wrong fold is refused there as well."""
+    single = net(lambda s, x: s.ln(s.one(s.lin(x))), one=Single())
+    new, report = fold(randomize(single), X)
+    assert report.certified and report.folded == 1
+    assert "error in float32, to 1e-04 (float64 fails: TypeError: single only)" in str(report)
+    assert max(report.errors.values()) < 1e-5 and difference(new(X), single(X)) < 1e-5
+    before = state_of(single)
+    with pytest.raises(BadInput) as e:
+        fold(single, X, inplace=True, report=FoldReport([], replace=report.replace))
+    assert "nothing was changed" in one_line(e) and same_state(before, state_of(single))
+
+
 def test_a_model_that_does_not_run_again_is_one_line():
     model = net(lambda s, x: s.ln(s.lin(x)))
     model.cache = model.lin(X)  # copy.deepcopy does not take it
@@ -625,7 +704,7 @@ def trained(model, ids, steps=40):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "shared weight", "per head"])
+@pytest.mark.parametrize("kind", ["untied", "tied", "shared weight", "per head", "fused"])
 def test_centred_training_is_layernorm_training(kind):
     """CBWC: the same losses over an AdamW run with weight decay, parameters uncentred all along."""
     model = net(lambda s, i: block(s, s.table(i) + s.pos))
@@ -641,16 +720,24 @@ def test_centred_training_is_layernorm_training(kind):
             return s.head(F.gelu(s.n(s.lin(s.table(i)).view(2, T, 2, 4))).flatten(2))
 
         model = net(forward, n=nn.LayerNorm(4))
+    elif kind == "fused":
+
+        def forward(s, i):
+            q, k, v = s.lin(s.table(i)).view(2, T, 2, 3, 4).unbind(3)
+            return s.head((s.n(q) * s.n(k) + v).flatten(2))
+
+        model = net(forward, n=nn.LayerNorm(4), lin=nn.Linear(D, 3 * D))
     model = randomize(model).double()
     report = find(model, data)
-    assert report.folded == (1 if kind == "per head" else 2)
+    by_head = kind in ("per head", "fused")
+    assert report.folded == (1 if by_head else 2)
     other = center(copy.deepcopy(model), report)
     assert norms_left(other) == norms_left(model) - report.folded
     want, got = trained(model, data), trained(other, data)
     assert (want - got).abs().max() < 1e-9 and want[-1] < want[0] - 0.1
     weight = other.lin.parametrizations.weight.original
     assert weight.mean(0).abs().max() > 1e-3
-    assert other.lin.weight.mean(0).abs().max() < (1 if kind == "per head" else 1e-12)
+    assert other.lin.weight.mean(0).abs().max() < (1 if by_head else 1e-12)
 
 
 def test_an_untied_table_does_not_train_as_the_tied_one():
@@ -775,6 +862,8 @@ def test_the_command_prints_its_table(monkeypatch, capsys):
         (["--chekpoint", "x"], "flags are written"),
         (["--checkpoint", "nowhere"], "config.json"),
         (["torch-prenorm", "--bench"], "--bench knows"),
+        (["gpt2", "--enjoyln", "nowhere"], "holds no src/enjoyln"),
+        (["gpt2", "--bench", "--enjoyln=x"], "leave out --bench"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, words, says):

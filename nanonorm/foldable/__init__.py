@@ -13,24 +13,27 @@ else reads a value. Here:
             model, an activation) forbids it. Where weights cannot do it an explicit centring operation may be
             inserted. Which LayerNorms to fold with which operations is a minimum cut (search.py): a LayerNorm
             is worth 1, an operation costs `op_cost`.
-    fold    edit the module, prove it in float64 (on the inputs given; on random gains, shifts, biases and
-            inputs; on another batch size and length), or refuse and leave the model alone.
+    fold    edit the module, prove it in float64, in float32 if its code takes no other (on the inputs given;
+            on random gains, shifts, biases and inputs; on another batch size and length), or refuse and leave
+            the model alone.
     center  the same for training: the parameters stay as they are, the forward pass sees them centred.
 
 A fold holds for the outputs that `outputs` selects and for inputs that take the same path through the code as
 the example did. What the example does not run (a returned hidden state, another head) is not examined.
 """
 
+import contextlib
 import copy
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from nanonorm.errors import BadInput
 from nanonorm.foldable.graph import (
@@ -48,7 +51,8 @@ from nanonorm.foldable.graph import (
 from nanonorm.foldable.rules import Spot, centred
 from nanonorm.foldable.search import FoldReport, Search
 
-TOLERANCE = 1e-9  # of the largest output, in float64; rounding through a dozen layers stays below 1e-12
+# Of the largest output. Rounding through a dozen layers stays below 1e-12 and 1e-5, wrong folds above 1e-4.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def find(
@@ -74,7 +78,11 @@ def find(
     """
     begin = time.perf_counter()
     options = SearchOptions(untie, allow_dropout, absorb, assume_centered_ln, op_cost)
-    report = Search(Graph(model, example_inputs, outputs, options)).solve()
+    graph = Graph(model, example_inputs, outputs, options)
+    report = Search(graph).solve()
+    if report.folded < len(report.norms) and not assume_centered_ln:
+        options.parts = True
+        report = max(report, Search(graph).solve(), key=lambda found: found.folded)
     report.inputs, report.seconds = describe_inputs(example_inputs), time.perf_counter() - begin
     return report
 
@@ -92,21 +100,16 @@ def fold(
 
     Args: as for find(); inplace: edit `model` itself instead of a copy; report: what find() returned, to save
     the search. The proof needs memory for one copy of the model in float64.
-    Returns: (model, report with `errors`, in float64, relative to the largest output). With
+    Returns: (model, report with `errors`, relative to the largest output, in the precision `proved_in`). With
     assume_centered_ln the fold is that of the printed algorithm: its errors are measured and nothing is
     refused.
-    Raises: BadInput if the proof fails (an error above 1e-9) or cannot be run (meta tensors, a model that
-    does not run again); `model` is then untouched.
+    Raises: BadInput if the proof fails (an error above TOLERANCE) or cannot be run (meta tensors, a model
+    that does not run again); `model` is then untouched.
     """
     report = report or find(model, example_inputs, outputs=outputs, **options)
     if any(t.is_meta for t in model.parameters()):
         raise BadInput("a model on the meta device has no values to fold; use find(), which needs none")
-    try:
-        report.errors = fold_errors(model, example_inputs, report, outputs)
-    except Exception as e:
-        why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        raise BadInput(f"the fold cannot be proved: {why}; nothing was changed") from e
-    report.certified = all(error <= TOLERANCE for error in report.errors.values())
+    prove(model, example_inputs, report, outputs)
     if not report.certified and not options.get("assume_centered_ln"):
         kind, worst = max(report.errors.items(), key=lambda item: item[1])
         why = f"the fold changes the outputs by {worst:.1e} of the largest one ({kind})"
@@ -158,21 +161,19 @@ class RMSNormWithShift(nn.RMSNorm):
 class RMSNormOver(nn.Module):
     """RMSNorm in place of any other norm: over groups, over channels, with a gain of two dimensions."""
 
-    def __init__(self, norm: nn.Module, axis: int, n: int, groups: int, eps: float):
+    def __init__(self, norm: nn.Module, how: tuple):
         super().__init__()
-        self.how = (axis, n, groups, eps)
+        self.how = how
         self.weight, self.bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
 
     def forward(self, x):
         return rms_norm_over(x, self, *self.how)
 
 
-def rms_in_place_of(norm: nn.Module, axis: int, n: int, groups: int, eps: float) -> nn.Module:
-    """RMSNorm over groups of n elements along `axis`, with the parameters and hooks of `norm` themselves."""
-    if is_plain_layer_norm(norm):
-        new = RMSNormWithShift(norm, n, eps)
-    else:
-        new = RMSNormOver(norm, axis, n, groups, eps)
+def rms_in_place_of(norm: nn.Module, *how) -> nn.Module:
+    """The RMSNorm that `how` describes to rms_norm_over(), with the own parameters and hooks of `norm`."""
+    _, n, _, eps, *_ = how
+    new = RMSNormWithShift(norm, n, eps) if is_plain_layer_norm(norm) else RMSNormOver(norm, how)
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
         for hooks in (kind, f"{kind}_with_kwargs"):
             setattr(new, hooks, getattr(norm, hooks))
@@ -188,16 +189,6 @@ class Centring(nn.Module):
 
     def forward(self, x):
         return centred(x, self.spot)
-
-
-class Hook(NamedTuple):
-    """A function with its settings, which can be copied and pickled along with the module it hangs on."""
-
-    function: Callable
-    settings: dict
-
-    def __call__(self, *args):
-        return self.function(*args, **self.settings)
 
 
 def centre_output(module, args, output, *, spot: Spot):
@@ -235,12 +226,12 @@ def apply_report(model: nn.Module, report: FoldReport, parametrized: bool = Fals
             model.config.tie_word_embeddings = False
     scaled = absorb_gains(model, report)
     names = names_of(model)
-    for name, spot in report.centre.items():
+    for name, spots in report.centre.items():
         t = tensor_at(model, name)
         if not parametrized:
-            t.copy_(centred(scaled.pop(name, t.double()), spot))
+            t.copy_(functools.reduce(centred, spots, scaled.pop(name, t.double())))
             continue
-        for own_name in names[id(t)]:
+        for own_name, spot in itertools.product(names[id(t)], spots):
             path, _, attribute = own_name.rpartition(".")
             owner = model.get_submodule(path)
             parametrize.register_parametrization(owner, attribute, Centring(spot), unsafe=True)
@@ -251,10 +242,11 @@ def apply_report(model: nn.Module, report: FoldReport, parametrized: bool = Fals
     for op in report.ops:
         module = model.get_submodule(op.module)
         if op.where == "output":
-            module.register_forward_hook(Hook(centre_output, {"spot": op.spot}))
+            module.register_forward_hook(functools.partial(centre_output, spot=op.spot))
         else:
-            settings = {"spot": op.spot, "key": op.key if op.where == "argument" else None}
-            module.register_forward_pre_hook(Hook(centre_input, settings), with_kwargs=True)
+            key = op.key if op.where == "argument" else None
+            hook = functools.partial(centre_input, spot=op.spot, key=key)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def absorb_gains(model: nn.Module, report: FoldReport) -> dict[str, torch.Tensor]:
@@ -275,8 +267,24 @@ def absorb_gains(model: nn.Module, report: FoldReport) -> dict[str, torch.Tensor
 # the proof
 
 
-def fold_errors(model: nn.Module, inputs, report: FoldReport, outputs: Callable | None = None) -> dict:
-    """Measure what the fold changes, in float64, relative to the largest output.
+def prove(model: nn.Module, inputs, report: FoldReport, outputs: Callable | None = None):
+    """Measure what the fold changes and write it into the report: in float64, or in float32 if the model does
+    not run in float64. Raises: BadInput if it runs in neither."""
+    reasons = []
+    for dtype, tolerance in TOLERANCE.items():
+        try:
+            report.errors = fold_errors(model, inputs, report, outputs, dtype)
+        except Exception as e:
+            reasons.append(f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
+            continue
+        why = f"float32, to {tolerance:.0e} (float64 fails: {reasons[0]})" if reasons else "float64"
+        report.certified, report.proved_in = all(e <= tolerance for e in report.errors.values()), why
+        return
+    raise BadInput(f"the fold cannot be proved: {reasons[0]}; nothing was changed")
+
+
+def fold_errors(model: nn.Module, inputs, report: FoldReport, outputs=None, dtype=torch.float64) -> dict:
+    """Measure what the fold changes, computed in `dtype`, relative to the largest output.
 
     Returns: {"given": on the model and inputs as they are; "random": with gains, shifts, biases and inputs
     drawn at random; "other batch", "other length": such inputs with half the size along their first and
@@ -284,14 +292,19 @@ def fold_errors(model: nn.Module, inputs, report: FoldReport, outputs: Callable 
     does not run on them.
     """
     rng = torch.Generator().manual_seed(0)
-    given = to_double(inputs)
-    twin = copy.deepcopy(model).double().eval()
+    given = cast_inputs(inputs, dtype)
+    twin = twin_of(model, dtype)
     errors = changes(twin, {"given": given}, report, outputs)
     del twin  # before there is a second one
-    twin = perturb(copy.deepcopy(model).double().eval(), rng)
+    twin = perturb(twin_of(model, dtype), rng)
     drawn = shuffled(given, rng)
     trials = {"random": drawn, "other batch": resized(drawn, 0), "other length": resized(drawn, 1)}
     return errors | changes(twin, trials, report, outputs, may_fail=True)
+
+
+def twin_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin = copy.deepcopy(model).eval()
+    return twin.double() if dtype == torch.float64 else twin.float()
 
 
 def changes(model: nn.Module, trials: dict, report: FoldReport, outputs, may_fail: bool = False) -> dict:
@@ -310,9 +323,11 @@ def changes(model: nn.Module, trials: dict, report: FoldReport, outputs, may_fai
 
 
 def outputs_of(model: nn.Module, inputs, outputs: Callable | None) -> list[torch.Tensor]:
-    """The tensors that `outputs` selects from model(inputs), computed in float64 and without gradients."""
+    """The tensors that `outputs` selects from model(inputs), computed without gradients, and in float64 only
+    if the parameters are in it."""
     args, kwargs = split_inputs(inputs)
-    with torch.no_grad(), InDouble():
+    double = any(p.dtype == torch.float64 for p in model.parameters())
+    with torch.no_grad(), InDouble() if double else contextlib.nullcontext():
         return Selected(model, outputs)(*args, **kwargs)
 
 
@@ -341,39 +356,36 @@ def perturb(model: nn.Module, rng: torch.Generator) -> nn.Module:
     return model
 
 
-def to_double(inputs):
-    """The inputs, with every floating point tensor in float64."""
+def cast_inputs(inputs, dtype: torch.dtype = torch.float64):
+    """The inputs, with every floating point tensor in `dtype`."""
 
-    def double(x):
-        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    return tree_map(double, inputs)
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
 def shuffled(inputs, rng: torch.Generator):
     """Other inputs of the same kind: normal numbers, the same integers in another order, the same masks."""
 
     def other(x):
-        if not isinstance(x, torch.Tensor) or x.dtype == torch.bool:
-            return x
         if x.is_floating_point():
             return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
+        if x.dtype == torch.bool:
+            return x
         return x.flatten()[torch.randperm(x.numel(), generator=rng).to(x.device)].reshape(x.shape)
 
-    return tree_map(other, inputs)
+    return tree_map_only(torch.Tensor, other, inputs)
 
 
 def resized(inputs, axis: int):
     """The inputs with every tensor half as long along `axis`, or twice as long where it was 1."""
 
     def other(x):
-        if not isinstance(x, torch.Tensor) or x.dim() <= axis:
+        if x.dim() <= axis:
             return x
         if x.shape[axis] == 1:
             return torch.cat([x, x], axis)
         return x.narrow(axis, 0, (x.shape[axis] + 1) // 2).clone()
 
-    return tree_map(other, inputs)
+    return tree_map_only(torch.Tensor, other, inputs)
 
 
 def describe_inputs(inputs) -> str:

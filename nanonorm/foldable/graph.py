@@ -4,6 +4,7 @@ A *key* is a value of the network: a node of the graph, or the name of a paramet
 """
 
 import copy
+import itertools
 import math
 import warnings
 from collections import defaultdict, deque
@@ -16,10 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nanonorm.errors import BadInput
-from nanonorm.foldable.rules import SHAPE_ONLY, Digit, Spot, arguments_of, centred, is_node, op_name, shape_of
+from nanonorm.foldable.rules import SHAPE_ONLY, Digit, State, arguments_of, is_node, op_name, shape_of
 
 CAST_OPERATORS = ("to", "_to_copy")
 
@@ -89,7 +90,7 @@ def capture(model: nn.Module, inputs, outputs: Callable | None) -> tuple:
         hook_shapes[module] = first_tensor(args)[1] or first_tensor(kwargs)[1], returned
 
     # clones, since export would take two arguments that are the same tensor for one
-    args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, split_inputs(inputs))
+    args, kwargs = tree_map_only(torch.Tensor, torch.clone, split_inputs(inputs))
     fast = torch.backends.mha.get_fastpath_enabled()
     handle = nn.modules.module.register_module_forward_hook(record, with_kwargs=True)
     torch.backends.mha.set_fastpath_enabled(False)  # whose fused encoder layer would hide its LayerNorms
@@ -119,11 +120,10 @@ class InDouble(TorchFunctionMode):
     METHODS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
     def __torch_function__(self, f, types, args=(), kwargs=None):
-        def double(v):
-            return torch.float64 if isinstance(v, torch.dtype) and v in self.LOW else v
-
         f = torch.Tensor.double if f in self.METHODS else f
-        return f(*tree_map(double, args), **tree_map(double, kwargs or {}))
+        given = args, kwargs or {}
+        args, kwargs = tree_map_only(torch.dtype, lambda v: torch.float64 if v in self.LOW else v, given)
+        return f(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -139,8 +139,12 @@ class NormCall:
     key: object  # what it normalises
     digit: Digit
     affine: bool  # has a gain or a shift
-    replace: tuple | None  # (axis, n, groups, eps) of the RMSNorm that could replace the module
+    replace: tuple | None  # what rms_norm_over() takes, of the RMSNorm that could replace the module
     reason: str = ""  # why there is none
+
+    @property
+    def state(self) -> State:
+        return State(self.key, self.digit)
 
 
 @dataclass
@@ -162,6 +166,7 @@ class SearchOptions:
     absorb: bool = True
     assume_centered_ln: bool = False
     op_cost: float = 1.0
+    parts: bool = False  # centre parts of matrices, where only a part is read; not one of find()'s
 
 
 class Graph:
@@ -318,7 +323,7 @@ class Graph:
             elif is_plain_layer_norm(module):
                 replace = (-1, d.n, 1, a["eps"])
             elif path and is_norm_by_name(module):
-                replace = probe(module, a["eps"])
+                replace, reason = probe(module, a["eps"]), "does more than a LayerNorm"
         else:
             d = Digit(1 if len(shape) == 2 else 0, shape[1] // a["num_groups"])
             if len(shape) > 2:
@@ -389,7 +394,7 @@ def epsilon(module: nn.Module) -> float | None:
 
 def probe(module: nn.Module, eps: float | None) -> tuple | None:
     """Is a module of unknown code LayerNorm over its last or its second dimension, judged by what it computes
-    in float64 with random gains and shifts? Returns: (axis, n, groups = 1, eps), or None if it is not."""
+    in float64 with random gains and shifts? Returns: what rms_norm_over() takes, or None if it is not."""
     weight = getattr(module, "weight", None)
     shape = weight.shape if weight is not None else getattr(module, "normalized_shape", None)
     if eps is None or not shape or shape[-1] < 2:
@@ -399,18 +404,18 @@ def probe(module: nn.Module, eps: float | None) -> tuple | None:
     with torch.no_grad():
         for p in twin.parameters():
             p.copy_(torch.randn(p.shape, generator=rng, dtype=torch.float64))
-        for axis, size in ((-1, (2, 3, *shape)), (1, (2, n, 3, 5))):
-            if computes_layer_norm(twin, size, axis, eps, rng):
-                return axis, n, 1, eps
+        for offset, (axis, size) in itertools.product((0, 1), ((-1, (2, 3, *shape)), (1, (2, n, 3, 5)))):
+            how = (axis, n, 1, eps, offset)
+            if computes_layer_norm(twin, size, how, rng):
+                return how
     return None
 
 
-def computes_layer_norm(module: nn.Module, size: tuple, axis: int, eps: float, rng: torch.Generator) -> bool:
+def computes_layer_norm(module: nn.Module, size: tuple, how: tuple, rng: torch.Generator) -> bool:
     """Does it on random inputs of two scales, since the larger one hides eps?"""
     for scale in (1.0, 1e-2):
         x = scale * (0.5 + torch.randn(size, generator=rng, dtype=torch.float64))
-        n = size[axis]
-        want = rms_norm_over(centred(x, Spot(axis, n, 1)), module, axis, n, 1, eps)
+        want = rms_norm_over(x - x.mean(how[0], keepdim=True), module, *how)
         try:
             with InDouble():
                 same = torch.allclose(module(x), want, rtol=1e-9, atol=1e-9)
@@ -421,15 +426,13 @@ def computes_layer_norm(module: nn.Module, size: tuple, axis: int, eps: float, r
     return True
 
 
-def rms_norm_over(x, module: nn.Module, axis: int, n: int, groups: int, eps: float) -> torch.Tensor:
-    """RMSNorm of x over groups of n elements along `axis`, with the gain and shift of `module`."""
-    y = x.movedim(axis, -1)
-    if groups > 1:
-        y = F.rms_norm(y.unflatten(-1, (groups, n)), (n,), None, eps).flatten(-2)
-    else:
-        y = F.rms_norm(y, (n,), None, eps)
+def rms_norm_over(x, module: nn.Module, axis: int, n: int, groups: int, eps: float, offset: int = 0):
+    """RMSNorm of x over groups of n elements along `axis`, with the gain and shift of `module`.
+    `offset`: 1 where a gain of 1 is stored as 0."""
+    y = x.movedim(axis, -1).unflatten(-1, (groups, n))
+    y = F.rms_norm(y, (n,), None, eps).flatten(-2)
     if getattr(module, "weight", None) is not None:
-        y = y * module.weight
+        y = y * (module.weight + offset if offset else module.weight)
     if getattr(module, "bias", None) is not None:
         y = y + module.bias
     return y.movedim(-1, axis)

@@ -5,9 +5,10 @@ elements that differ only in that digit are centred together. A view keeps the n
 which is why digits are passed from tensor to tensor and axes are not.
 
 A rule is called with (node, its arguments by name, the result's digit, where that digit lies in the result,
-options) and returns [(operand, its digit), ...]. A Blocked in that list is a term that cannot be centred
-beside those that can; where nothing can, the rule raises it. A rule is sound because its operator is linear
-in the operands it returns (all of them at once) and treats every element along the digit alike.
+options) and returns [(operand, its digit), ...], or (operand, its digit, the Part that is read). A Blocked in
+that list is a term that cannot be centred beside those that can; where nothing can, the rule raises it. It is
+sound because its operator is linear in the operands it returns (all of them at once) and treats every element
+along the digit alike.
 """
 
 import math
@@ -33,6 +34,30 @@ class Spot(NamedTuple):
     axis: int
     n: int
     inner: int
+    rows: tuple | None = None  # (inner, n, start, stop): only indices i with start <= i // inner % n < stop
+
+
+class Part(NamedTuple):
+    """The elements whose digit is in [start, stop): the queries' share of a fused matrix."""
+
+    digit: Digit
+    start: int
+    stop: int
+
+    def is_apart_from(self, other) -> bool:
+        """Surely no element in common."""
+        (stride, n), (other_stride, other_n) = self.digit, other.digit
+        before = self.stop * stride <= other.start * other_stride
+        after = other.stop * other_stride <= self.start * stride
+        return stride * n == other_stride * other_n and (before or after)
+
+
+class State(NamedTuple):
+    """A value that is to be centred over a digit, all of it or a part."""
+
+    key: object  # a node of the graph, or the name of a parameter
+    digit: Digit
+    part: Part | None = None
 
 
 class Blocked(Exception):
@@ -61,6 +86,11 @@ def digit_at(shape: tuple[int, ...], axis: int, spot: Spot) -> Digit:
 def centred(x: torch.Tensor, spot: Spot) -> torch.Tensor:
     """x minus its mean over the digit at `spot`. The shape stays; it can be any that has such a digit."""
     axis = spot.axis % x.dim()
+    if spot.rows:
+        inner, n, start, stop = spot.rows
+        i = torch.arange(x.shape[axis], device=x.device) // inner % n
+        inside = ((start <= i) & (i < stop)).reshape([-1] + [1] * (-spot.axis - 1))
+        return torch.where(inside, centred(x, spot._replace(rows=None)), x)
     if spot.inner == 1 and x.shape[axis] == spot.n:
         return x - x.mean(axis, keepdim=True)
     y = x.unflatten(axis, (-1, spot.n, spot.inner))
@@ -159,17 +189,9 @@ def permute(node, a, d, spot, options):
     elif op_name(node) == "numpy_T":
         order.reverse()
     elif rank > 1:
-        i, j = swapped_axes(a)
+        i, j = [*a.values()][1:] or (-2, -1)  # t and mT take no axes
         order[i % rank], order[j % rank] = order[j % rank], order[i % rank]
     return [(node.args[0], digit_at(shape, order[spot.axis % rank], spot))]
-
-
-def swapped_axes(a: dict) -> tuple[int, int]:
-    if "dim0" in a:
-        return a["dim0"], a["dim1"]
-    if "axis0" in a:
-        return a["axis0"], a["axis1"]
-    return -2, -1  # t and mT take no axes
 
 
 def broadcast(x, spot: Spot) -> Digit | None:
@@ -229,17 +251,46 @@ def where(node, a, d, spot, options):
     return add(node, a, d, spot, options)
 
 
-@rule("slice", "select", "index_select", "narrow")
-def pick(node, a, d, spot, options):
-    x = node.args[0]
+def part_of(node) -> Part | None:
+    """Which part of its first argument a slice, a select, a narrow or an item of a split reads; None if that
+    is all of it, or if the node is something else."""
+    name, x = op_name(node), next(iter(node.args), None)
+    if name == "getitem" and op_name(x) in SPLITS:
+        a, name, before = arguments_of(x), op_name(x), x.meta["val"][: node.args[1]]
+        start = sum(1 if name == "unbind" else value.shape[a["dim"]] for value in before)
+    elif name in ("select", "slice", "narrow") and arguments_of(node).get("step", 1) == 1:
+        a = arguments_of(node)
+        start = a.get("index", a.get("start")) or 0
+    else:
+        return None
+    length = 1 if name in ("select", "unbind") else shape_of(node)[a["dim"]]
     shape, dim = shape_of(x), a["dim"] % len(shape_of(x))
-    axis = spot.axis % len(shape_of(node))
-    if op_name(node) == "select" and dim <= axis:
+    known = all(type(number) is int for number in (start, length, shape[dim]))
+    if not known or length in (0, shape[dim]):
+        return None
+    start = max(start + shape[dim], 0) if start < 0 else start
+    unit = math.gcd(shape[dim], start, length)
+    digit = Digit(unit * math.prod(shape[dim + 1 :]), shape[dim] // unit)
+    return Part(digit, start // unit, (start + length) // unit)
+
+
+@rule("slice", "select", "index_select", "narrow", "getitem")
+def pick(node, a, d, spot, options):
+    """Who reads a part of a value asks for all of it, or with options.parts for what it reads."""
+    x, name = node.args[0], op_name(node)
+    if name == "getitem":
+        a, name = arguments_of(x), op_name(x)
+        if name not in SPLITS:
+            raise Blocked(f"comes out of {name}")
+    dim, axis = a["dim"] % len(shape_of(x)), spot.axis % len(shape_of(node))
+    if name in ("select", "unbind") and dim <= axis:
         axis += 1
-    takes_all = op_name(node) == "slice" and shape == shape_of(node) and a["step"] == 1
-    if axis == dim and not takes_all:
+    d, part = digit_at(shape_of(x), axis, spot), part_of(node) if options.parts else None
+    takes_all = name == "slice" and shape_of(x) == shape_of(node) and a["step"] == 1
+    cuts_through = not part or part.digit.stride % (d.stride * d.n)
+    if axis == dim and cuts_through and not takes_all:
         raise Blocked("takes a part of the normalised dimension")
-    return [(x, digit_at(shape, axis, spot))]
+    return [(x, d, part)]
 
 
 @rule("index")
@@ -265,20 +316,6 @@ def move(node, a, d, spot, options):
 @rule(*SPLITS)
 def split(node, a, d, spot, options):
     return [(node.args[0], d)]
-
-
-@rule("getitem")
-def item(node, a, d, spot, options):
-    parent = node.args[0]
-    if op_name(parent) not in SPLITS:
-        raise Blocked(f"comes out of {op_name(parent)}")
-    shape = shape_of(parent)
-    dim, axis = arguments_of(parent)["dim"] % len(shape), spot.axis % len(shape_of(node))
-    if op_name(parent) == "unbind" and dim <= axis:
-        axis += 1
-    if axis == dim:
-        raise Blocked("takes a part of the normalised dimension")
-    return [(parent, digit_at(shape, axis, spot))]
 
 
 @rule("cat", "stack")
@@ -347,6 +384,15 @@ def product(node, a, d, spot, options):
     return [(x, digit_at(shape_of(x), spot.axis, spot)), *(term(y, spot) for y in added)]
 
 
+@rule("_grouped_mm", "grouped_mm_fallback")
+def grouped_product(node, a, d, spot, options):
+    """Of experts: each row times the matrix of its group."""
+    x = node.args[1]
+    if spot.axis != -1 or a.get("bias") is not None:
+        raise Blocked("is a product of a form that has no rule")
+    return [(x, digit_at(shape_of(x), -1, spot))]
+
+
 @rule("einsum")
 def einsum(node, a, d, spot, options):
     """Linear in each factor: the one to centre is the only one that has the digit's letter."""
@@ -387,3 +433,7 @@ def embedding(node, a, d, spot, options):
     if spot.axis != -1:
         raise Blocked("looks up along the normalised dimension")
     return [(a["weight"], digit_at(shape_of(a["weight"]), 1, spot))]
+
+
+# Centring a part of an operand of these centres a part of their result, which the same rule finds.
+PASS_PARTS = (same_elements, view, permute, split, linear, product, conv)

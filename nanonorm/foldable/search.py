@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from nanonorm.foldable.graph import Graph, NormCall, Source, names_of, node_operands, tensor_at
 from nanonorm.foldable.rules import (
+    PASS_PARTS,
     PRODUCTS,
     RULES,
     SHAPE_ONLY,
@@ -18,11 +19,13 @@ from nanonorm.foldable.rules import (
     Blocked,
     Digit,
     Spot,
+    State,
     arguments_of,
     digit_at,
     is_node,
     locate,
     op_name,
+    part_of,
     shape_of,
 )
 
@@ -45,7 +48,6 @@ class NormVerdict:
     name: str  # of the module; of the graph's node where it is called as a function
     dim: int  # elements normalised together
     foldable: bool = False
-    producers: tuple[str, ...] = ()  # parameters that are centred for it
     ops: tuple[str, ...] = ()  # inserted centring operations it relies on
     reason: str = ""  # why it cannot be folded
     blocker: str = ""  # the graph's node that stands in the way
@@ -78,14 +80,15 @@ class FoldReport:
     """The verdicts and the edits that carry them out. Errors are relative to the largest output."""
 
     norms: list[NormVerdict]
-    centre: dict[str, Spot] = field(default_factory=dict)  # parameter -> which axis to centre
+    centre: dict[str, list[Spot]] = field(default_factory=dict)  # parameter -> where to centre it
     absorb: dict[str, dict[str, int]] = field(default_factory=dict)  # gain -> {parameter: axis it multiplies}
-    replace: dict[str, tuple] = field(default_factory=dict)  # module -> (axis, n, groups, eps) of its RMSNorm
+    replace: dict[str, tuple] = field(default_factory=dict)  # module -> its RMSNorm, for rms_norm_over()
     ops: list[CentringOp] = field(default_factory=list)
     untied: list[str] = field(default_factory=list)  # tables that get a copy of their own
     dropout: list[str] = field(default_factory=list)  # on a centred stream: harmless in eval mode only
     inputs: str = ""  # shapes of the example
     errors: dict[str, float] = field(default_factory=dict)  # of the fold, by kind of input: see fold_errors
+    proved_in: str = "float64"  # or float32 and why
     certified: bool = False  # every error is within the tolerance
     seconds: float = 0.0  # that find() took
 
@@ -99,7 +102,7 @@ class FoldReport:
         lines = [f"{folded}, {len(self.ops)} inserted centring operations"]
         lines += [f"  {norm.name} ({norm.dim}): {norm.verdict}" for norm in self.norms]
         lines += [f"  centring operation on the {op}" for op in self.ops]
-        measured = "error in float64, eval mode, relative to the largest output"
+        measured = f"error in {self.proved_in}, eval mode, relative to the largest output"
         lines.append(f"  on inputs {self.inputs}; {measured}: {tried}")
         return "\n".join(lines)
 
@@ -111,7 +114,8 @@ class FoldReport:
 class Search:
     """Finds which values to centre, from the LayerNorms back, and then which LayerNorms are worth it.
 
-    A *state* is (key, digit): a value that is to be centred over a digit."""
+    With options.parts it asks of each value only the part that is read: of a fused matrix, where not all that
+    is read goes to a LayerNorm, the rows that do."""
 
     def __init__(self, graph: Graph):
         self.graph, self.options = graph, graph.options
@@ -126,40 +130,44 @@ class Search:
 
     def walk_back(self):
         """Fill links and needs for every state that an input of a LayerNorm is made of."""
-        waiting = [(call.key, call.digit) for call in self.graph.calls if call.digit.stride]
+        waiting = [call.state for call in self.graph.calls if call.digit.stride]
         while waiting:
             state = waiting.pop()
             if state in self.needs:
                 continue
             try:
                 found = self.operands(state)
-                self.links[state] = [x for x in found if not isinstance(x, Blocked)]
-                self.needs[state] = next((x for x in found if isinstance(x, Blocked)), self.links[state])
+                asked = [x for x in found if not isinstance(x, Blocked)]
+                self.needs[state] = next((x for x in found if isinstance(x, Blocked)), asked)
             except Blocked as e:
-                self.links[state], self.needs[state] = [], e
-            waiting += self.links[state]
-            self.states[state[0]].append(state)
+                asked, self.needs[state] = [], e
+            waiting += asked
+            self.links[state] = [x for x in asked if x.key != state.key]
+            self.states[state.key].append(state)
 
     def operands(self, state) -> list:
         """The states that this one is made of, and a Blocked if something else goes in. Raises: Blocked."""
-        key, d = state
+        key, d, part = state
         if isinstance(key, str):
             source = self.graph.sources[key]
             if source.reason:
                 raise Blocked(source.reason)
             if self.options.assume_centered_ln and not self.is_layer_weight(source):
                 raise Blocked(f"{key} is a table, which the printed algorithm does not centre")
-            return []
+            apart = part and locate(source.shape, part.digit).axis != locate(source.shape, d).axis
+            return [State(key, d)] if apart else []
         if key in self.graph.argument_of:
             raise Blocked("is an input of the model")
-        if key in self.graph.call_of:
-            if self.is_centred_output(self.graph.call_of[key], d):
+        if call := self.graph.call_of.get(key):
+            if d == call.digit and (self.options.assume_centered_ln or not call.affine):
                 return []
             raise Blocked("is the output of a LayerNorm, whose gain and shift give it a mean")
         if key.op != "call_function":
             raise Blocked("is a constant")
         if op_name(key) not in RULES:
             raise Blocked(f"comes out of {op_name(key)}")
+        if part:
+            return self.parts_of(state)
         try:
             return self.apply_rule(key, d)
         except Blocked:
@@ -170,13 +178,29 @@ class Search:
     def apply_rule(self, node, d: Digit) -> list:
         spot = None if op_name(node) in VIEWS else locate(shape_of(node), d)
         found = RULES[op_name(node)](node, arguments_of(node), d, spot, self.options)
-        return [x if isinstance(x, Blocked) else (self.graph.key(x[0], node), x[1]) for x in found]
+        return [x if isinstance(x, Blocked) else State(self.graph.key(x[0], node), *x[1:]) for x in found]
+
+    def parts_of(self, state) -> list:
+        """The parts that a part of a value is made of; where that cannot be said, the whole value."""
+        node, d, part = state
+        whole = [State(node, d)]
+        if RULES[op_name(node)] not in PASS_PARTS:
+            return whole
+        try:
+            found, where = self.apply_rule(node, d), self.apply_rule(node, part.digit)
+        except Blocked:
+            return whole
+        keys, other_keys = ([getattr(x, "key", None) for x in operands] for operands in (found, where))
+        if None in keys or keys != other_keys:
+            return whole
+        pairs = zip(found, where, strict=True)
+        return [x._replace(part=part._replace(digit=place.digit)) for x, place in pairs]
 
     def absorb(self, state) -> list:
         """For x * gain, the gain a parameter along the whole normalised axis (LayerScale): multiply the
         layers that make x by it instead, so that x can be centred. Raises: Blocked if x or the gain has
         another reader."""
-        node, d = state
+        node, d, _ = state
         spot = locate(shape_of(node), d)
         full = Spot(spot.axis, shape_of(node)[spot.axis], 1)
         for gain, x in (node.args[:2], node.args[1::-1]):
@@ -190,7 +214,7 @@ class Search:
             targets = {}
             self.spread(self.graph.key(x, node), digit_at(shape_of(x), spot.axis, full), targets)
             self.absorbed[state] = (name, targets)
-            return [(self.graph.key(x, node), digit_at(shape_of(x), spot.axis, spot))]
+            return [State(self.graph.key(x, node), digit_at(shape_of(x), spot.axis, spot))]
         raise Blocked("multiplies by something that varies along the normalised dimension")
 
     def has_one_reader(self, name: str) -> bool:
@@ -212,7 +236,7 @@ class Search:
         for x in self.apply_rule(key, d):
             if isinstance(x, Blocked):
                 raise x
-            self.spread(*x, targets)
+            self.spread(x.key, x.digit, targets)
 
     def is_layer_weight(self, source: Source) -> bool:
         """A bias, or the weight of a matrix product or a convolution: what the printed algorithm centres."""
@@ -220,18 +244,14 @@ class Search:
         names = {op_name(u) for u in near}
         return "embedding" not in names and (len(source.shape) == 1 or bool(names & set(PRODUCTS)))
 
-    def is_centred_output(self, call: NormCall, d: Digit) -> bool:
-        return d == call.digit and (self.options.assume_centered_ln or not call.affine)
-
     def find_zero(self) -> set:
         """States whose mean is 0 without an edit: what is made of LayerNorms that have no gain and shift."""
-        nodes = [state for state in self.needs if not isinstance(state[0], str)]
         found = set()
-        for state in sorted(nodes, key=lambda state: self.graph.order[state[0]]):
+        for state in sorted(self.needs, key=self.position):
             needs = self.needs[state]
             if isinstance(needs, Blocked) or not all(need in found for need in needs):
                 continue
-            if needs or state[0] in self.graph.call_of:
+            if needs or state.key in self.graph.call_of:
                 found.add(state)
         return found
 
@@ -241,35 +261,42 @@ class Search:
         It is None if no reader would: every path onward then ends in a LayerNorm over the same elements,
         folded or not.
         """
-
-        def position(state) -> int:
-            return -1 if isinstance(state[0], str) else self.graph.order[state[0]]
-
         seen = {}
-        for state in sorted(self.needs, key=position, reverse=True):
+        for state in sorted(self.needs, key=self.position, reverse=True):
             unasked = self.options.assume_centered_ln or state in self.zero
             seen[state] = None if unasked else self.noticed(state, seen)
         return seen
 
+    def position(self, state) -> tuple[int, bool]:
+        """In the order of computation: parameters first, and a whole before its parts."""
+        return self.graph.order.get(state.key, -1), state.part is not None
+
     def noticed(self, state, seen: dict) -> Blocked | None:
         """find_seen for one state, given the states behind it."""
-        key = state[0]
+        key = state.key
         for user in self.graph.users(key):
             if op_name(user) in SHAPE_ONLY or user not in self.graph.live:
                 continue
             times = sum(self.graph.key(x, user) == key for x in node_operands(user))
             call = self.graph.call_of.get(user)
-            if call and (call.key, call.digit) == state and (times == 1 or len(call.nodes) > 1):
+            if call and call.state[:2] == state[:2] and (times == 1 or len(call.nodes) > 1):
                 continue  # a norm that reads it as its input, and not as its gain or shift as well
-            onward = [s for s in self.states[user] if self.links[s].count(state) == times]
+            read = state.part and part_of(user)
+            if read and read.is_apart_from(state.part):
+                continue
+            onward = [s for s in self.states[user] if self.hands_on(state, s) == times]
             if not onward:
-                reads = (
-                    "returned by the model" if user.op == "output" else "also read by " + self.describe(user)
-                )
-                return Blocked(f"{self.describe(key)} is {reads}", user)
+                by = f"also read by {self.describe(user)}"
+                by = "returned by the model" if user.op == "output" else by
+                return Blocked(f"{self.describe(key)} is {by}", user)
             if all(seen[s] for s in onward):
                 return seen[onward[0]]
         return None
+
+    def hands_on(self, state, s) -> int:
+        """How often the value of `s` reads that of `state` in a way that hands a mean on, and all of it: to
+        centre the whole of a value is to centre any part."""
+        return sum(x == state or (s.part is None and x[:2] == state[:2]) for x in self.links[s])
 
     def describe(self, key) -> str:
         """A value, for a message: "table.weight", "input 0", "gelu in blocks.0.mlp"."""
@@ -284,9 +311,9 @@ class Search:
 
     def site(self, state) -> CentringOp | None:
         """The operation, if any, that could centre this value for all its readers, through a hook."""
-        key, d = state
+        key, d, part = state
         graph = self.graph
-        if isinstance(key, str) or not isinstance(key.meta.get("val"), torch.Tensor):
+        if part or isinstance(key, str) or not isinstance(key.meta.get("val"), torch.Tensor):
             return None
         try:
             spot = locate(shape_of(key), d)
@@ -329,8 +356,8 @@ class Search:
         for module, calls in modules.items():
             flow.add_edge("gain", module, capacity=1000 * len(calls))
             for call in calls:
-                if (call.key, call.digit) not in self.zero:
-                    flow.add_edge(module, (call.key, call.digit))
+                if call.state not in self.zero:
+                    flow.add_edge(module, call.state)
         price = round(1000 * self.options.op_cost) + 1  # the 1: what only breaks even is left alone
         for state in self.needs:
             if state not in self.zero:
@@ -355,23 +382,21 @@ class Search:
 
     def report(self, chosen: dict[str, list[NormCall]], kept: set) -> FoldReport:
         """Collect the edits and operations that the chosen LayerNorms need. `kept`: their side of the cut."""
-        report, inserted, done = FoldReport([]), {}, set()
-        waiting = [(call.key, call.digit) for calls in chosen.values() for call in calls]
-        while waiting:
-            state = waiting.pop()
-            if state in done or state in self.zero:
-                continue
-            done.add(state)
-            key, d = state
-            if ("made", state) not in kept:
+        report, inserted = FoldReport([]), {}
+        made = {state for state in self.needs if ("made", state) in kept}
+        for state in self.made_of([call for calls in chosen.values() for call in calls], made):
+            key, d, part = state
+            if state not in made:
                 inserted[state] = self.sites[state]
-                continue
-            waiting += self.needs[state]
-            if isinstance(key, str):
-                report.centre[key] = locate(self.graph.shape(key), d)
+            elif isinstance(key, str):
+                spot = locate(self.graph.shape(key), d)
+                if part:
+                    rows = locate(self.graph.shape(key), part.digit)
+                    spot = spot._replace(rows=(rows.inner, rows.n, part.start, part.stop))
+                report.centre.setdefault(key, []).append(spot)
             elif op_name(key) == "dropout" and arguments_of(key)["p"] > 0:
                 report.dropout.append(self.describe(key))
-            if state in self.absorbed:
+            if state in made and state in self.absorbed:
                 name, targets = self.absorbed[state]
                 report.absorb[name] = targets
         if chosen:  # the graph no longer shows whether these are on a centred stream
@@ -402,45 +427,37 @@ class Search:
             return NormVerdict(name, dim, reason="is not reached by these inputs")
         dim = calls[0].digit.n
         if chosen:
-            producers, ops = self.support(calls, inserted)
-            return NormVerdict(name, dim, True, tuple(sorted(producers)), tuple(sorted(map(str, ops))))
+            used = self.made_of(calls, self.needs.keys() - inserted.keys())
+            ops = sorted({str(inserted[state]) for state in used if state in inserted})
+            return NormVerdict(name, dim, True, tuple(ops))
         reason, blocker = self.explain(calls)
         return NormVerdict(name, dim, reason=reason, blocker=blocker)
 
-    def support(self, calls: list[NormCall], inserted: dict) -> tuple[set, set]:
-        """(parameters, operations) through which the inputs of these calls are centred."""
-        producers, ops, done, waiting = set(), set(), set(), [(call.key, call.digit) for call in calls]
-        while waiting:
-            state = waiting.pop()
-            if state in done or state in self.zero:
-                continue
-            done.add(state)
-            if state in inserted:
-                ops.add(inserted[state])
-                continue
-            if isinstance(state[0], str):
-                producers.add(state[0])
-            waiting += self.needs[state]
-        return producers, ops
+    def made_of(self, calls: list[NormCall], made: set):
+        """Yield the states that the inputs of these calls are made of, through those in `made`, the nearest
+        first; without those whose mean is 0 as it is."""
+        waiting = [call.state for call in calls]
+        done = set(self.zero)
+        for state in waiting:  # which grows
+            if state not in done:
+                done.add(state)
+                yield state
+                if state in made and not isinstance(self.needs[state], Blocked):
+                    waiting += self.needs[state]
 
     def explain(self, calls: list[NormCall]) -> tuple[str, str]:
         """(reason, node): the nearest obstacle that no operation gets round, else the nearest of any kind."""
         for call in calls:
             if not call.replace:
                 return call.reason, next(iter(call.nodes)).name
-        would_not_pay, done, waiting = None, set(), [(call.key, call.digit) for call in calls]
-        for state in waiting:  # which grows
-            if state in done or state in self.zero:
-                continue
-            done.add(state)
+        would_not_pay = None
+        for state in self.made_of(calls, self.needs.keys()):
             if self.seen[state]:
                 reason, node = self.seen[state].args
                 return reason, node.name
-            needs = self.needs[state]
+            key, needs = state.key, self.needs[state]
             if not isinstance(needs, Blocked):
-                waiting += needs
                 continue
-            key = state[0]
             if isinstance(key, str):
                 return str(needs), key
             where = self.describe(key) if key in self.graph.argument_of else key.name
