@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import ModelKnobs
-from model import FORMS, NORMS, TOLERANCE, ModelConfig, Transformer
+from model import FORMS, NO_ANCHOR, NO_TAPER, NORMS, TOLERANCE, ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
@@ -112,10 +112,9 @@ def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     """The same shape with another norm and taper, without the options that mean nothing there."""
     shift = shape.norm_bias or norm not in ("layernorm", "cbwc")
     first = shape.coupled_from_layer if norm == "coupled" else 0
-    qk = shape.taper_qk and taper in ("internal", "all")
-    return replace(shape, form="trained", norm=norm, taper=taper, norm_bias=shift, coupled_from_layer=first,
-                   taper_qk=qk, aux_weight=0.0, calib_skip_first=False, coupled_grad=False,
-                   dropout=0.0)  # fmt: skip
+    own = {"taper": taper, "taper_qk": shape.taper_qk and taper in ("internal", "all")}
+    return replace(shape, form="trained", norm=norm, norm_bias=shift, coupled_from_layer=first,
+                   coupled_grad=False, dropout=0.0, **NO_ANCHOR, **NO_TAPER | own)  # fmt: skip
 
 
 def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dict[str, Transformer]:

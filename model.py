@@ -8,6 +8,7 @@ Papers, cited below by these names:
     TaperNorm      Kanavalau, Amo Alonso, Lall, arXiv 2602.10408; its symbols: g, c, gamma, gamma_tilde, s, mu
     CoupledNorm    Loretz, Hochreiter, ICML 2026
     CBWC+RMSNorm   "Enjoy your Layer Normalization with the computational efficiency of RMSNorm"
+    FakeLN         Baroni et al. 2025, arXiv 2507.02559, as its public code has it
     DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
 
 Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = head_dim, F = hidden, V vocabulary.
@@ -39,6 +40,7 @@ from nanonorm.kernels import (
     upcast,
 )
 from nanonorm.rotary import rope_tables
+from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, recomputed, stream_scale
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole, check, hints, in_words
 
 
@@ -70,7 +72,10 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"] = "rmsnorm"  # the normalizer
     taper: Literal["none", "internal", "final", "all"] = "none"  # which norms are gated away
     taper_qk: bool = False  # the norms of queries and keys taper too (internal, all)
-    aux_weight: NonNegative = 0.0  # lambda of the fixed-target scale loss; the paper's is 0.1, 0 is off
+    calibration: Literal["least_squares", "mean_scale"] = "least_squares"  # c: TaperNorm's fit, or FakeLN's
+    aux_weight: NonNegative = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
+    anchor_target: Literal["fixed", "batch"] = "fixed"  # of that loss: frozen at gate_start, or each batch's
+    anchor_unit: Literal["absolute", "relative"] = "absolute"  # (s - target)^2, or (s/target - 1)^2
     norm_bias: bool = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0)] = 0.01  # mu of the calibration and scale-target averages
@@ -127,10 +132,20 @@ class ModelConfig:
             )
         if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
-        if self.calib_skip_first and not tapers:
-            raise ModelError("calib_skip_first=True needs a taper: with taper=none nothing is calibrated")
+        for name, value in NO_TAPER.items():
+            if getattr(self, name) != value and not tapers:
+                needs = "needs a taper: with taper=none nothing is calibrated"
+                raise ModelError(f"{name}={getattr(self, name)} {needs}")
+        for name, value in NO_ANCHOR.items():
+            if getattr(self, name) != value and not self.aux_weight:
+                raise ModelError(f"{name}={getattr(self, name)} needs aux_weight above 0, as 0.1")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
+
+
+# The knobs that mean something only beside another, and their values where that is off
+NO_TAPER = {"taper": "none", "taper_qk": False, "calib_skip_first": False, "calibration": "least_squares"}
+NO_ANCHOR = {"aux_weight": 0.0, "anchor_target": "fixed", "anchor_unit": "absolute"}
 
 
 def scales(rope_scaling: tuple) -> bool:
@@ -141,7 +156,7 @@ def scales(rope_scaling: tuple) -> bool:
 # ---------------------------------------------------------------------------------------------------------
 # norms
 #
-# A norm maps (B, T, D) to (B, T, D) given the gate, a 0-dim tensor that only TaperNorm reads. For folding it
+# A norm maps (B, T, D) to (B, T, D) given the gates of all sites, which only TaperNorm reads. For folding it
 # writes itself as y = core(h [- mean(h)]) * gain + shift, all but the core being linear: `factor` returns
 # (core, gain or None, shift or None, centre). Statistics are in float32 or better, whatever the input.
 
@@ -233,45 +248,6 @@ class Scale(nn.Module):
         return Identity(), self.weight, self.bias, self.centre
 
 
-class Tracker(nn.Module):
-    """Bias-corrected EMAs of token means, one observation per optimizer step, collected in the "norm" phase.
-
-    `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
-    its tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
-    """
-
-    def __init__(self, rate: float, *quantities: str):
-        super().__init__()
-        self.phase, self.quantities = "norm", quantities
-        self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
-        for name in (*quantities, "ema_count"):
-            self.register_buffer(name, torch.tensor(0.0))
-        self.register_buffer("sums", torch.zeros(len(quantities) + 1), persistent=False)
-
-    def collecting(self) -> bool:
-        return self.phase == "norm" and self.training and torch.is_grad_enabled()
-
-    def add(self, *values):
-        """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity."""
-        totals = [v.sum() for v in values]
-        self.sums += torch.stack((*totals, torch.full_like(totals[0], values[0].numel())))
-
-    def averages(self) -> list:
-        return [getattr(self, name) for name in self.quantities]
-
-    def corrected(self) -> list:
-        seen = -torch.expm1(self.ema_count * self.log_keep)  # 1 - (1 - mu)^n, which would cancel in float32
-        return [ema / seen for ema in self.averages()]
-
-    def freeze(self, buffer, value, degenerate=False):
-        if degenerate or not (torch.isfinite(value) and value > 0):
-            seen = f"{self.ema_count.item():g} steps that give {value.item():g}"
-            cause = "the stream is 0 or not finite there, or was never seen"
-            remedy = "raise gate_start, or lower learning_rate and start anew"
-            raise ModelError(f"cannot calibrate on {seen}: {cause}; {remedy}")
-        buffer.copy_(value)
-
-
 DELTA = 1e-12  # keeps c finite where the stream is 0
 
 
@@ -282,18 +258,27 @@ class TaperNorm(Tracker):
 
     For LayerNorm h is h - mean(h), r is sigma, and a bias is added. Phase "norm" is the plain norm (the
     baseline's own kernel), "blend" the formula, "scale" its g = 0 case. In eval mode the module is always
-    at g = 0, before calibration with the c that calibration would give now.
+    at g = 0, before calibration with the c that calibration would give now. `site` is its place among the
+    gates of a Transformer; outside of one it is given its own.
     """
+
+    quantities, gains = ("ema_num", "ema_den"), ("weight", "weight_tilde")
 
     def __init__(
         self, dim: int, eps: float, centre=False, shift=False, skip_first=False, ema_rate: float = 0.01
     ):  # fmt: skip
-        super().__init__(ema_rate, "ema_num", "ema_den")
-        self.eps, self.centre, self.skip_first = eps, centre, skip_first
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.weight_tilde = nn.Parameter(torch.ones(dim))
+        super().__init__(ema_rate)
+        self.eps, self.centre, self.skip_first, self.site = eps, centre, skip_first, ()
+        for name in self.gains:
+            self.register_parameter(name, nn.Parameter(torch.ones(dim)))
         self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
         self.register_buffer("c", torch.tensor(1.0))
+
+    def set_phase(self, phase: str):
+        """Only the gains that the phase uses take a gradient."""
+        self.phase = phase
+        self.weight.requires_grad_(phase != "scale")
+        self.weight_tilde.requires_grad_(phase != "norm")
 
     def forward(self, h, gate=None):
         if self.training and self.phase == "norm":
@@ -306,8 +291,9 @@ class TaperNorm(Tracker):
             x = upcast(h)
             if self.centre:
                 x = x - x.mean(-1, keepdim=True)
-            fixed = (1 - gate) * self.c * self.weight_tilde  # (D)
-            return rms_norm(x, gate * self.weight, self.bias, self.eps, fixed).to(h.dtype)
+            g = gate[self.site]  # 0-dim
+            fixed = (1 - g) * self.c * self.weight_tilde  # (D)
+            return rms_norm(x, g * self.weight, self.bias, self.eps, fixed).to(h.dtype)
         return scaled(h, self.fixed(), self.bias, self.centre)
 
     @torch.no_grad()
@@ -327,7 +313,7 @@ class TaperNorm(Tracker):
 
     def calibrate(self):
         """Freeze c and start weight_tilde from weight. ModelError if nothing usable was observed."""
-        nothing_flows = self.corrected()[1] <= DELTA  # c would be a fit to DELTA, not to the stream
+        nothing_flows = self.corrected()[-1] <= DELTA  # c would be a fit to DELTA, not to the stream
         self.freeze(self.c, self.c_now(), degenerate=nothing_flows)
         self.weight_tilde.copy_(self.weight)
 
@@ -344,41 +330,54 @@ class TaperNorm(Tracker):
         return self.at_zero().factor(gains)
 
 
-def stream_scale(h, eps: float, centre: bool):
-    """s(h): r(h), or sigma with `centre`. (B, T, D) -> (B, T)."""
-    h = upcast(h)
-    power = h.var(-1, correction=0) if centre else h.square().mean(-1)
-    return torch.sqrt(power + eps)
+class MeanScaleNorm(TaperNorm):
+    """FakeLN: a TaperNorm with c = 1 / mean of r, and one gain, which trains from the first step to the last.
 
+        (g/r(h) + (1-g) * c) * h * weight
 
-class ScaleAnchor(Tracker):
-    """Fixed-target scale loss on the input of the final norm: mean((s(h) - s_tgt)^2).
-
-    s is r(h), or sigma for LayerNorm. In the "norm" phase there is no loss and the mean of s is tracked; the
-    target is its bias-corrected EMA, frozen when that phase ends.
+    r's mean is over all tokens of a step, and its EMA moves once a step and is bias-corrected; FakeLN's moves
+    once a micro-batch and starts from a file. c follows it as long as the gate is above 0, and stays from
+    then on: in step k it is made of the steps before k. The norm before the attention has two gates, for
+    queries and keys, and for values, which share all else: c stays when the second drops. In phase "blend"
+    it returns what each of the two sees, in a pair.
     """
 
-    def __init__(self, eps: float, centre: bool, ema_rate: float):
-        super().__init__(ema_rate, "ema_s")
-        self.eps, self.centre = eps, centre
-        self.register_buffer("target", torch.tensor(0.0))
+    quantities, gains, phases = ("ema_s",), ("weight",), ("norm", "blend")
+    set_phase = Tracker.set_phase
 
-    def forward(self, h):
-        if self.phase != "norm":
-            return (stream_scale(h, self.eps, self.centre) - self.target).square().mean()
+    @property
+    def weight_tilde(self):
+        return self.weight
+
+    def forward(self, h, gate=None):
+        if not (self.training and self.phase == "blend"):
+            return super().forward(h, gate)
         if self.collecting():
-            self.add(stream_scale(h.detach(), self.eps, self.centre))
-        return None
+            self.observe(h)
+        x = upcast(h)
+        if self.centre:
+            x = x - x.mean(-1, keepdim=True)
+        inverse, seen = inverse_rms(x, self.eps), []
+        for g in gate[self.site].view(-1):  # one or two, 0-dim
+            y = x * (g * inverse + (1 - g) * self.c) * self.weight
+            seen.append((y if self.bias is None else y + self.bias).to(h.dtype))
+        return seen[0] if len(seen) == 1 else tuple(seen)
 
-    def target_now(self):
-        return self.corrected()[0] if self.phase == "norm" else self.target
+    @torch.no_grad()
+    def observe(self, h):
+        self.add(stream_scale(h[:, 1:] if self.skip_first else h, self.eps, self.centre))
 
-    def calibrate(self):
-        nothing = math.sqrt(self.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
-        self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
+    def c_now(self):
+        return 1 / self.corrected()[0]
+
+    def follow(self, gate):
+        still_up = gate[self.site].max() > 0
+        self.c.copy_(torch.where(still_up, self.c_now(), self.c))
 
 
 TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "target")  # begin with a taper
+CALIBRATIONS = {"least_squares": TaperNorm, "mean_scale": MeanScaleNorm}
+ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
 NORMS = {  # name -> norm of a ModelConfig
     "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
@@ -393,15 +392,28 @@ TAPERED_SITES = {"none": (), "internal": ("block",), "final": ("final",), "all":
 
 def make_norm(c: ModelConfig, site: str) -> nn.Module:
     """The norm of a site, "block", "final" or "qk" (queries or keys, always RMSNorm), before any fold."""
+    taper_norm = partial(CALIBRATIONS[c.calibration], skip_first=c.calib_skip_first, ema_rate=c.ema_rate)
     if site == "qk":
-        if c.taper_qk:
-            return TaperNorm(c.head_dim, c.norm_eps, skip_first=c.calib_skip_first, ema_rate=c.ema_rate)
-        return RMSNorm(c.head_dim, c.norm_eps)
+        return taper_norm(c.head_dim, c.norm_eps) if c.taper_qk else RMSNorm(c.head_dim, c.norm_eps)
     if site not in TAPERED_SITES[c.taper]:
         return NORMS[c.norm](c)
     centre = c.norm == "layernorm"
     shift = centre and c.norm_bias
-    return TaperNorm(c.n_embd, c.norm_eps, centre, shift, c.calib_skip_first, c.ema_rate)
+    return taper_norm(c.n_embd, c.norm_eps, centre, shift)
+
+
+def gate_sites(c) -> list[str]:
+    """The names of the gates of a network, in the order of Transformer.gate: of the norms that taper, the one
+    before an attention with a second, ".v", where values have their own. c: a ModelConfig, or a run's."""
+    in_block = ["norm_attn", "norm_mlp"]
+    if c.calibration == "mean_scale":
+        in_block.insert(1, "norm_attn.v")
+    if c.taper_qk:
+        in_block[-1:-1] = ["attn.norm_q", "attn.norm_k"]
+    tapered = TAPERED_SITES[c.taper]
+    blocks = range(c.n_layer if "block" in tapered else 0)
+    final = ["norm_final"] if "final" in tapered else []
+    return [f"blocks.{i}.{norm}" for i in blocks for norm in in_block] + final
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -448,14 +460,23 @@ class Attention(nn.Module):
         self.norm_q, self.norm_k = (make_norm(c, "qk") if c.qk_norm else None for _ in range(2))
         self.proj = writer(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
 
+    def heads(self, x):
+        """x: (B, T, D), or a pair, for queries and keys and for values. (B, T, H + K, C), (B, T, K, C)"""
+        H, K, C = self.n_head, self.n_kv_head, self.head_dim
+        if isinstance(x, tuple):
+            sizes = ((H + K) * C, K * C)
+            biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(sizes)
+            parts = map(F.linear, x, self.qkv.weight.split(sizes), biases)
+            return tuple(part.unflatten(-1, (-1, C)) for part in parts)
+        return self.qkv(x).unflatten(-1, (-1, C)).split((H + K, K), 2)
+
     def forward(self, x, rope, kv=None, rows=None, mask=None, gate=None):
-        """x: (B, T, D); rope: (2, T, 1, C) or None; kv: this layer's cache, called with k, v (B, K, T, C)
-        and `rows`, the (T) positions to write; mask: (T, length). Returns the heads' output before `proj`,
-        (B, T, H C)."""
-        B, T, _ = x.shape
+        """x: as heads() takes it; rope: (2, T, 1, C) or None; kv: this layer's cache, called with k, v
+        (B, K, T, C) and `rows`, the (T) positions to write; mask: (T, length). Returns the heads' output
+        before `proj`, (B, T, H C)."""
         H, K = self.n_head, self.n_kv_head
-        heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim)
-        qk, v = heads.split((H + K, K), 2)
+        qk, v = self.heads(x)
+        B, T = v.shape[:2]
         if self.norm_q is not None:
             q, k = qk.split((H, K), 2)
             qk = torch.cat((self.norm_q(q, gate), self.norm_k(k, gate)), 2)
@@ -614,6 +635,8 @@ class Transformer(nn.Module):
             raise ModelError(f"form={config.form} {made}")
         c = self.config = config
         self.meta: dict = {}  # what the file it was loaded from says beside the weights
+        self.end_token: int | None = None  # the corpus's end of a text
+        self.mask_end = self.grad_checkpoint = False  # the run's
         table = CentredEmbedding if c.norm == "cbwc" else nn.Embedding
         self.tok_emb = table(c.vocab_size, c.n_embd)
         self.pos_emb = table(c.block_size, c.n_embd) if c.positions == "learned" else None
@@ -621,8 +644,14 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c) if i < plain else CoupledBlock(c) for i in range(c.n_layer))
         self.norm_final = make_norm(c, "final")
         self.lm_head = None if c.tie_embeddings else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self.anchor = ScaleAnchor(c.norm_eps, c.norm == "layernorm", c.ema_rate) if c.aux_weight > 0 else None
-        self.register_buffer("gate", torch.tensor(1.0), persistent=False)  # the schedule's, the host's to set
+        self.anchor = ANCHORS[c.anchor_target](c) if c.aux_weight > 0 else None
+        places = {name: i for i, name in enumerate(self.gate_sites())}
+        for name, norm in self.named_modules():
+            if isinstance(norm, TaperNorm):
+                i = places[name]
+                norm.site = slice(i, i + 2) if f"{name}.v" in places else i
+        # the schedule's, the host's to set; without a taper one that nobody reads
+        self.register_buffer("gate", torch.ones(max(1, len(places))), persistent=False)
         self.rope = rope_tables(c, self.gate.device)
         for name, p in self.named_parameters():  # the same draws in the same order for every norm
             if p.dim() == 2:
@@ -648,16 +677,19 @@ class Transformer(nn.Module):
             mask = cache.columns <= rows[:, None]  # (T, length)
         x = self.embed(idx, rows)  # (B, T, D)
         rope = None if self.rope is None else self.rope[:, rows]
+        repeats = self.grad_checkpoint and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             kv = None if cache is None else partial(cache.update, i)
-            x = block(x, self.gate, rope, kv, rows, mask)
+            context = (x, self.gate, rope, kv, rows, mask)
+            x = recomputed(block, *context) if repeats else block(*context)
         if cache is not None:
             cache.pos += T
         if targets is None:
             x = x[:, -1:] if last_only else x
             return F.linear(self.norm_final(x, self.gate), *self.head())
-        ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets)
-        scale_loss = None if self.anchor is None else self.anchor(x)
+        left_out = self.end_token if self.mask_end and self.training else None
+        ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets, left_out)
+        scale_loss = None if self.anchor is None else self.anchor(x, idx, self.end_token)
         if scale_loss is None:
             return Losses(ce, ce.detach(), torch.zeros_like(ce), x.detach())
         aux = self.config.aux_weight * scale_loss
@@ -710,21 +742,22 @@ class Transformer(nn.Module):
         sites["final"] = self.norm_final
         return {name: norm for name, norm in sites.items() if isinstance(norm, TaperNorm)}
 
+    def gate_sites(self) -> list[str]:
+        """What the entries of `gate` are of."""
+        return gate_sites(self.config)
+
     def trackers(self) -> dict[str, Tracker]:
-        return self.taper_norms() | ({} if self.anchor is None else {"anchor": self.anchor})
+        return self.taper_norms() | ({"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {})
 
     def set_phase(self, phase: str):
         """phase: "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
         self.phase = phase
         for t in self.trackers().values():
-            t.phase = phase
-        for n in self.taper_norms().values():
-            n.weight.requires_grad_(phase != "scale")
-            n.weight_tilde.requires_grad_(phase != "norm")
+            t.set_phase(phase)
 
     @torch.no_grad()
     def calibrate(self):
-        """Freeze every c and the scale target as the norm phase ends. Raises: ModelError, naming the norm."""
+        """Set every c and the scale target as the norm phase ends. Raises: ModelError, naming the norm."""
         for name, tracker in self.trackers().items():
             try:
                 tracker.calibrate()
@@ -734,7 +767,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def update_statistics(self, all_reduce=None):
         """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
-        trackers = list(self.trackers().values()) if self.phase == "norm" else []
+        trackers = [t for t in self.trackers().values() if self.phase in t.phases]
         if not trackers:
             return
         flat = torch.cat([t.sums for t in trackers])
@@ -747,6 +780,8 @@ class Transformer(nn.Module):
         torch._foreach_lerp_(averages, means, self.config.ema_rate)
         torch._foreach_add_([t.ema_count for t in trackers], 1.0)
         torch._foreach_zero_([t.sums for t in trackers])
+        for t in trackers:
+            t.follow(self.gate)
 
     # --- text
 
@@ -770,8 +805,11 @@ class Transformer(nn.Module):
     @classmethod
     def from_file(cls, file: dict, path="file") -> "Transformer":
         """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
-        config, (phase, gate) = config_of(file, path), phase_and_gate(file, path)
+        config, (phase, gates) = config_of(file, path), phase_and_gates(file, path)
         model = skeleton(config, path)
+        if len(gates) not in (1, len(model.gate)):
+            said = f"{path} does not fit its config: {len(gates)} gates"
+            raise ModelError(f"{said} in place of {len(model.gate)}")
         check_state(file["state"], model.state_dict(), path)
         model.load_state_dict(file["state"], assign=True)
         for module in model.modules():
@@ -780,7 +818,7 @@ class Transformer(nn.Module):
                     setattr(module, name, buffer.new_zeros(buffer.shape, device="cpu"))
         model.rope = rope_tables(config, "cpu")
         model.meta = file["meta"]
-        model.gate.fill_(gate)
+        model.gate.copy_(torch.tensor(gates))
         model.set_phase(phase)
         return model.eval()
 
@@ -797,16 +835,19 @@ def config_of(file: dict, path) -> ModelConfig:
     return config
 
 
-def phase_and_gate(file: dict, path) -> tuple[str, float]:
-    """Where the taper of a file stands. Raises: ModelError for what this version does not write."""
+def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:
+    """Where the taper of a file stands: its gates by site, or the one of all that earlier versions wrote.
+    Raises: ModelError for what this version does not write."""
     meta = file["meta"]
-    gate, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
+    gates, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
     if phase not in ("norm", "blend", "scale"):
         said = phase if isinstance(phase, str) else type(phase).__name__
         raise ModelError(f"{path} is of another version: it says that its phase is {said}")
-    if not (isinstance(gate, float) and 0 <= gate <= 1 and isinstance(meta.get("corpus", {}), dict)):
+    gates = gates if isinstance(gates, list) and gates else [gates]
+    are_gates = all(isinstance(g, float) and 0 <= g <= 1 for g in gates)
+    if not (are_gates and isinstance(meta.get("corpus", {}), dict)):
         raise ModelError(f"{path} is of another version: its gate or its corpus is not what this one writes")
-    return phase, gate
+    return phase, gates
 
 
 def skeleton(config: ModelConfig, path) -> Transformer:

@@ -16,6 +16,7 @@ import math
 import re
 import shlex
 import signal
+import statistics
 import sys
 import time
 import warnings
@@ -25,13 +26,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Config
 from data import is_text_of, open_corpus, prepare_if_missing, refuse_other_tokens
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
-from model import Transformer, begun_from, config_of, export, exports
+from model import NO_TAPER, Transformer, begun_from, config_of, export, exports
 from nanonorm.cli import parse
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput, one_line_errors
@@ -41,6 +43,7 @@ from nanonorm.nonfinite import first_nonfinite
 from nanonorm.ranks import Interrupt, Ranks
 from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, RunFolder, begin, restore
+from nanonorm.schedules import drops, gate_at, lr_at, phase_at
 
 
 @torch.no_grad()
@@ -62,29 +65,6 @@ def validate(model, tokens, cfg, device, autocast, ranks: Ranks) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# schedules: functions of the step
-
-
-def lr_at(step: int, cfg) -> float:
-    """Linear warmup, then cosine to min_lr."""
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    t = min(1.0, (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters))
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
-
-
-def gate_at(step: int, cfg) -> tuple[str, float]:
-    """(phase, gate)."""
-    if step < cfg.gate_start:
-        return "norm", 1.0
-    if step >= cfg.gate_end:
-        return "scale", 0.0
-    return "blend", 0.5 * (1 + math.cos(math.pi * (step - cfg.gate_start) / (cfg.gate_end - cfg.gate_start)))
-
-
-# ---------------------------------------------------------------------------------------------------------
 # one optimizer step
 
 
@@ -99,6 +79,10 @@ class Step:
     def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype: torch.dtype, ranks):
         self.model, self.cfg, self.ranks = model, cfg, ranks
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.size
+        model.mask_end, model.grad_checkpoint = cfg.mask_end, cfg.grad_checkpoint
+        self.drops = None  # the step at which each gate falls, where they fall one by one
+        if cfg.gate_gaps is not None:
+            self.drops = torch.tensor(drops(cfg, model.gate_sites()), device=device)
         self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
         compiles = device.type == "cuda" if cfg.compile is None else cfg.compile
         self.forward = torch.compile(model) if compiles else model
@@ -121,9 +105,9 @@ class Step:
         self.update = Replayed(self.once) if self.cfg.cuda_graph else self.once
 
     def at(self, step: int):
-        """Set a step's phase, gate and learning rate. Raises: ModelError if there is nothing to calibrate
+        """Set a step's phase, gates and learning rate. Raises: ModelError if there is nothing to calibrate
         on."""
-        phase, _ = gate_at(step, self.cfg)
+        phase = phase_at(step, self.cfg)
         if phase != self.model.phase:
             if self.model.phase == "norm":
                 self.model.calibrate()
@@ -136,7 +120,11 @@ class Step:
             group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
 
     def set_gate(self, step: int):
-        self.model.gate.fill_(gate_at(step, self.cfg)[1])
+        """Set the gates of a step, with nothing that comes from the host's memory."""
+        if self.drops is None:
+            self.model.gate.fill_(gate_at(step, self.cfg))
+        else:
+            self.model.gate.copy_(self.drops > step)
 
     def seed_dropout(self, step: int, micro: int):
         """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""
@@ -230,6 +218,11 @@ def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> tor
 # what is logged
 
 
+def mean_gate(model: Transformer) -> float:
+    """The mean over sites, rounded once: of gates that are all alike it is each of them."""
+    return statistics.mean(model.gate.tolist())
+
+
 KINDS = {  # of weights -> what their names match
     "qkv": r"attn\.qkv\.weight", "proj": r"attn\.proj\.weight", "gate_up": r"mlp\.(gate_)?up\.weight",
     "down": r"mlp\.down\.weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
@@ -266,7 +259,7 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
     if model.taper_norms():
-        line["gate"] = model.gate.item()
+        line["gate"] = mean_gate(model)
     for name, norm in model.taper_norms().items():
         line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
     return line
@@ -276,11 +269,12 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     """The validation split's loss at gate 0, in nats a token and bits a byte, and at the current gate."""
     model, rest = step.model, (tokens, step.cfg, device, step.autocast, step.ranks)
     model.eval()
-    loss = validate(model, *rest)
-    model.train()
+    loss, norms = validate(model, *rest), model.taper_norms()
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
-    if model.taper_norms():
+    if norms:
+        nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
         line["val/loss_gated"] = validate(model, *rest)
+    model.train()
     return line
 
 
@@ -289,8 +283,12 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
 
 
 def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
-    """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another."""
+    """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
+    what the run needs."""
     cfg = start.settings
+    if cfg.mask_end and corpus.get("end_token_id") is None:
+        lacks = f"mask_end=True needs end_token_id, which {data_folder / 'meta.json'} lacks"
+        raise BadInput(f"{lacks}; prepare the corpus again, or leave mask_end out")
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
         raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
@@ -311,8 +309,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
 def change_of(model: Transformer, start: Beginning, val_tokens) -> str:
     """In words, how far a network begun with another norm is from the one it was begun from."""
     base = config_of(start.file, start.given)
-    untapered = replace(base, form="trained", taper="none", taper_qk=False, calib_skip_first=False,
-                        block_size=model.config.block_size)  # fmt: skip
+    untapered = replace(base, form="trained", **NO_TAPER, block_size=model.config.block_size)
     before = begun_from(start.file, untapered, start.given).to(model.tok_emb.weight.dtype)
     x, y = few_windows(val_tokens, model.config)
     found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
@@ -354,6 +351,7 @@ def main(held: ExitStack):
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
     model = make_model(start, corpus, data_folder).to(torch.promote_types(dtype, torch.float32))
+    model.end_token = corpus.get("end_token_id")
     notes = cfg.remarks()
     if ranks.main and start.given is not None and cfg.norm != config_of(start.file, start.given).norm:
         notes.append(change_of(model, start, torch.from_numpy(val_tokens)))
@@ -412,7 +410,7 @@ def main(held: ExitStack):
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
         # look, where it is time to
-        ends, boundary = k + 1 == cfg.max_iters, gate_at(k + 1, cfg)[0] != model.phase
+        ends, boundary = k + 1 == cfg.max_iters, phase_at(k + 1, cfg) != model.phase
         intervals = (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval)
         logs, evals, saves = (ends or (k + 1) % n == 0 for n in intervals)
         if logs or evals or saves or boundary or stop:
@@ -428,7 +426,7 @@ def main(held: ExitStack):
         if line:
             folder.log(line)
         if evals:
-            gate = {"gate": model.gate.item()} if model.taper_norms() else {}
+            gate = {"gate": mean_gate(model)} if model.taper_norms() else {}
             folder.tell(", ".join(f"{name} {v:.4f}" for name, v in (progress.val | gate).items()))
         if saves or stop:
             checkpoint()

@@ -8,10 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from model import ModelConfig, config_of, phase_and_gate
+from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of, gate_sites, phase_and_gates
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
-from nanonorm.typed import Count, NonNegative, Range, Whole, hints
+from nanonorm.schedules import drops
+from nanonorm.typed import Count, NonNegative, Range, Whole, Wholes, hints
 
 
 def model_knobs() -> type:
@@ -51,6 +52,7 @@ class Config(ModelKnobs):
     dataset: str = "tinystories"  # a folder under data/, or the path of a prepared one
     batch_size: Count = 16  # windows per micro-batch
     gradient_accumulation_steps: Count = 1  # micro-batches per optimizer step, over all ranks together
+    mask_end: bool = False  # the training loss leaves out targets that end a text; validation counts them
     # optimizer
     learning_rate: NonNegative = 3e-4  # peak learning rate
     weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
@@ -63,13 +65,16 @@ class Config(ModelKnobs):
     min_lr: NonNegative = 0.0  # where the decay ends
     # taper
     gate_start: Whole | None = None  # step that starts the gate, freezes the scale target; None: warmup_iters
-    gate_end: Count | None = None  # step from which the gate is 0; None: max_iters
+    gate_end: Count | None = None  # step from which the gate is 0; None: max_iters, or as gate_gaps say
+    gate_schedule: Literal["cosine", "linear", "sequential"] = "cosine"  # all gates alike, or site by site
+    gate_gaps: Wholes | None = None  # sequential: steps between MLPs' norms, attentions' (q, k), their values
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # bfloat16 is by autocast
     compile: bool | None = None  # torch.compile the model; None: on a GPU yes, elsewhere no
     cuda_graph: bool = False  # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
+    grad_checkpoint: bool = False  # compute each block again in the backward, not keep it: memory for time
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed under torchrun
 
     def resolve(self):
@@ -78,10 +83,7 @@ class Config(ModelKnobs):
             self.warmup_iters = max(1, self.max_iters // 20)
         if self.lr_decay_iters is None:
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
-        if self.gate_start is None:
-            self.gate_start = self.warmup_iters
-        if self.gate_end is None:
-            self.gate_end = self.max_iters
+        self.resolve_gates()
         if self.warmup_iters >= self.lr_decay_iters:
             raise BadInput(
                 f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
@@ -92,7 +94,7 @@ class Config(ModelKnobs):
             )
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
-        if self.taper != "none" or self.aux_weight > 0:
+        if self.taper != "none" or (self.aux_weight > 0 and self.anchor_target == "fixed"):
             if self.gate_start < 1:
                 remedy = "set gate_start (or warmup_iters) to 1 or more"
                 raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
@@ -100,6 +102,28 @@ class Config(ModelKnobs):
                 steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
                 raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}")
         return self
+
+    def resolve_gates(self):
+        """Fill in gate_start and gate_end. Raises: BadInput for a schedule that contradicts itself."""
+        if self.gate_start is None:
+            self.gate_start = self.warmup_iters
+        one_by_one = self.gate_schedule == "sequential"
+        if one_by_one and self.taper == "none":
+            raise BadInput("gate_schedule=sequential needs a taper: with taper=none no norm goes")
+        if one_by_one != (self.gate_gaps is not None):
+            raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps=2,2,3")
+        if one_by_one and len(self.gate_gaps) != 3:
+            three = "MLPs' norms, attentions' for queries and keys, for values"
+            raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {self.gate_gaps}")
+        last = max(drops(self, gate_sites(self))) if one_by_one else self.max_iters
+        if one_by_one and self.gate_end not in (None, last):
+            said = f"gate_end={self.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
+            raise BadInput(f"{said}; leave it out")
+        if one_by_one and last > self.max_iters:
+            said = f"by gate_gaps={self.gate_gaps} the last norm goes at step {last}"
+            raise BadInput(f"{said}, beyond max_iters={self.max_iters}; make them smaller, or the run longer")
+        if self.gate_end is None:
+            self.gate_end = last
 
     def model_config(self, vocab_size: int | None = None) -> ModelConfig:
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""
@@ -123,7 +147,7 @@ class Config(ModelKnobs):
     def started_from(self, file: dict, explicit: set[str], where: str) -> "Config":
         """The settings of a run that starts from the weights in `file`: the architecture is theirs, but for
         what is named in `explicit` and free. Raises: BadInput, ModelError, naming what contradicts them."""
-        base, (phase, _) = config_of(file, where), phase_and_gate(file, where)
+        base, (phase, _) = config_of(file, where), phase_and_gates(file, where)
         theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
         as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
         if not as_trained:
@@ -174,20 +198,22 @@ class Config(ModelKnobs):
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding.
 FREE_ON_RESUME = {
     "out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile",
-    "cuda_graph", "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name",
+    "cuda_graph", "grad_checkpoint", "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name",
 }  # fmt: skip
 
 # Of the architecture, a run that starts from given weights may set these anew.
 FREE_OF_WEIGHTS = {
-    "norm", "taper", "taper_qk", "aux_weight", "ema_rate", "calib_skip_first", "coupled_grad",
-    "coupled_from_layer", "dropout", "block_size",
+    "norm", *NO_TAPER, *NO_ANCHOR, "ema_rate", "coupled_grad", "coupled_from_layer", "dropout", "block_size",
 }  # fmt: skip
 REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}
-DETAILS_OF = {"taper": {"taper_qk", "calib_skip_first"}, "norm": {"coupled_grad", "coupled_from_layer"}}
+DETAILS_OF = {
+    "taper": {*NO_TAPER}, "aux_weight": {*NO_ANCHOR}, "norm": {"coupled_grad", "coupled_from_layer"},
+}  # fmt: skip
 LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants
 
 # Runs recorded before these existed had what are now the defaults.
 KNOBS_ADDED_LATER = {
     "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
-    "dropout", "taper_qk",
+    "dropout", "taper_qk", "calibration", "anchor_target", "anchor_unit", "mask_end", "gate_schedule",
+    "gate_gaps", "grad_checkpoint",
 }  # fmt: skip

@@ -174,27 +174,33 @@ def attend(q, k, v, mask=None, dropout: float = 0.0):
 # the loss
 
 
-def head_loss(y, weight, bias, targets):
+def head_loss(y, weight, bias, targets, left_out: int | None = None):
     """Mean cross-entropy of softmax(W y + b), 0-dim. y: (B, T, D); weight: (V, D); targets: (B, T).
+
+    Targets that are `left_out` do not count: the mean is over the others, and 0 if there are none.
 
     In float32 or better. On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md
     has the times). Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits),
     the chunks' logits are computed twice.
     """
     y, targets = y.flatten(0, 1), targets.flatten()
+    counted, ignored = len(y), {}
+    if left_out is not None:
+        counted, ignored = (targets != left_out).sum().clamp_min(1), {"ignore_index": left_out}
 
     def total(y, targets):
-        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum")
+        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum", **ignored)
 
     if not y.is_cpu or torch.compiler.is_compiling():
-        return total(y, targets) / len(y)
+        return total(y, targets) / counted
     autocast = torch.is_autocast_enabled("cpu")
     low = autocast or y.dtype == torch.bfloat16
     if hasattr(nn, "LinearCrossEntropyOptions") and not low:
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
-        return F.linear_cross_entropy(y, weight, targets, linear_bias=bias, options=chunks)
+        of_all = partial(F.linear_cross_entropy, y, weight, targets, linear_bias=bias, options=chunks)
+        return of_all(reduction="sum", **ignored) / counted if ignored else of_all()
     once_more = partial(checkpoint, total, use_reentrant=False, preserve_rng_state=False)
     # the chunks share no cast: the gradient of a shared one would be summed over them in bfloat16
     with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=autocast, cache_enabled=False):
         pieces = zip(y.split(512), targets.split(512), strict=True)
-        return sum(once_more(*piece) for piece in pieces) / len(y)
+        return sum(once_more(*piece) for piece in pieces) / counted

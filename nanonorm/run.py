@@ -367,7 +367,7 @@ class RunFolder:
         if self.metrics is not None:
             self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
             progress.logged = self.metrics.logged
-        meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.item(), **meta}
+        meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.tolist(), **meta}
         kept = progress.model_dump() | {"totals": totals.cpu()}
         file = model.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
         write_file(file | {"progress": kept}, self.newest, kept=self.previous)

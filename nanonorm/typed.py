@@ -33,7 +33,9 @@ Count = Annotated[int, Range(1, HUGE)]
 Whole = Annotated[int, Range(0, HUGE)]
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
-Numbers = Annotated[tuple[Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+AS_TUPLE = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+Numbers = Annotated[tuple[Positive, ...], AS_TUPLE]
+Wholes = Annotated[tuple[Whole, ...], AS_TUPLE]
 
 
 def printable(value):

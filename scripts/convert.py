@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import Tokenizer
-from model import Transformer, export, exports, types_of
+from model import NO_ANCHOR, Transformer, export, exports, types_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, sync_folder, writing
@@ -116,7 +116,7 @@ def real_text(tokenizer: Tokenizer, block_size: int) -> tuple[torch.Tensor, str]
 def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transformer, dict[str, float]]:
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
     model.anchor = None  # of training alone
-    c = model.config = replace(model.config, aux_weight=0.0)
+    c = model.config = replace(model.config, **NO_ANCHOR)
     if len(exports(c)) == 1:  # no form changes it
         model.config = replace(c, form="trained" if c.form == "unfused" else c.form)
         return model, {}
@@ -158,8 +158,9 @@ def main():
         form = "folded"
     out = Path(cfg.out).resolve()
     with whole_folder(out) as folder:
-        if model.taper_norms() and model.gate > 0:
-            print(f"the gate of {path} is still at {model.gate.item():.2f}; at 0 it is exported", flush=True)
+        if model.taper_norms() and model.gate.max() > 0:
+            gate = model.gate.mean().item()
+            print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
         idx, text = real_text(tokenizer, model.config.block_size)
         meta = model.meta

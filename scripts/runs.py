@@ -42,6 +42,10 @@ def tapers(c: Config) -> bool:
     return c.taper != "none"
 
 
+def has_anchor(c: Config) -> bool:
+    return c.aux_weight > 0
+
+
 def is_coupled(c: Config) -> bool:
     return c.norm == "coupled"
 
@@ -53,7 +57,9 @@ def has_shift(c: Config) -> bool:
 # Knobs that only some runs read; set anywhere else they would repeat the same run under another name
 READ_BY = {
     "gate_start": has_gate, "gate_end": has_gate, "ema_rate": has_gate, "calib_skip_first": tapers,
-    "coupled_grad": is_coupled, "coupled_from_layer": is_coupled, "norm_bias": has_shift,
+    "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
+    "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
+    "coupled_from_layer": is_coupled, "norm_bias": has_shift,
 }  # fmt: skip
 
 # Knobs in which two records of the same run may differ

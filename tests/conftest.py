@@ -48,7 +48,11 @@ VARIANTS = {
     "layernorm-final": {"norm": "layernorm", "taper": "final"},
     "layernorm-all": {"norm": "layernorm", "taper": "all"},
     "layernorm-all-nobias": {"norm": "layernorm", "taper": "all", "norm_bias": False},
-}
+    "layernorm-all-fake": {
+        "norm": "layernorm", "taper": "all", "calibration": "mean_scale", "aux_weight": 0.1,
+        "anchor_target": "batch",
+    },
+}  # fmt: skip
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 

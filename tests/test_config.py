@@ -298,7 +298,10 @@ def test_a_value_survives_its_own_text(name, data):
         if get_origin(hint) in (Union, types.UnionType):
             return st.one_of([values(h) for h in get_args(hint)])
         if get_origin(hint) is Annotated:
-            base, (low, high) = get_args(hint)
+            base, limit = get_args(hint)
+            if get_origin(base) is tuple:
+                return st.lists(values(get_args(base)[0]), min_size=1, max_size=3).map(tuple)
+            low, high = limit
             low, high = low, None if high == math.inf else high
             return (
                 st.integers(low, high)

@@ -37,16 +37,15 @@ from model import (
     LayerNorm,
     ModelConfig,
     RMSNorm,
-    ScaleAnchor,
     TaperNorm,
     Transformer,
     fold,
-    stream_scale,
 )
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import KVCache, sample_token
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, attend, head_loss, inverse_rms, swiglu
+from nanonorm.scale import ScaleAnchor, stream_scale
 from scripts.speed.peers import as_llama
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -740,7 +739,7 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
         model.calibrate()
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.61, "scale": 0.0}[phase])
-    meta = {"phase": phase, "gate": model.gate.item(), "step": 12}
+    meta = {"phase": phase, "gate": model.gate.tolist(), "step": 12}
     path = save(
         model,
         tmp_path / "ckpt.pt",
@@ -829,6 +828,8 @@ BAD_FILES = {  # what is wrong -> (writes it, what the message must hold)
         f"of format {FORMAT + 1}",
     ),
     "gate of text": (lambda m, p: torch.save(edited(m, meta={"gate": "open"}), p), "gate"),
+    "gates of text": (lambda m, p: torch.save(edited(m, meta={"gate": ["open"]}), p), "gate"),
+    "too many gates": (lambda m, p: torch.save(edited(m, meta={"gate": [1.0] * 99}), p), "99 gates"),
     "bare state dict": (lambda m, p: torch.save(m.state_dict(), p), "config"),
     "a list": (lambda m, p: torch.save([1, 2], p), "config"),
     "no meta": (lambda m, p: torch.save({k: v for k, v in m.to_file({}).items() if k != "meta"}, p), "meta"),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import every_variant, tiny_config
+from conftest import VARIANTS, every_variant, tiny_config
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +19,7 @@ from nanonorm.ranks import Ranks
 META = torch.device("meta")
 KNOBS = dict(max_iters=30, warmup_iters=3, gate_start=10, gate_end=20, batch_size=3, block_size=16)
 AT = {"norm": 0, "blend": 15, "scale": 25}  # phase -> a step of it
+RUN_KNOBS = {"gate_schedule", "gate_gaps", "gate_end", "mask_end", "grad_checkpoint"}
 
 
 class OnlyMeta(TorchDispatchMode):
@@ -56,9 +57,11 @@ def fused(monkeypatch):
 def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: None, **knobs):
     """One optimizer step under OnlyMeta, after `change` was made to the Step. Returns (the Step, what it
     returned)."""
-    dropout = knobs.get("dropout", 0.0)
-    cfg = Config(**KNOBS, gradient_accumulation_steps=micro_steps, dropout=dropout).resolve()
+    run = {name: knobs.pop(name) for name in RUN_KNOBS & knobs.keys()}
+    run |= VARIANTS[variant] | knobs | {"n_layer": 2, "gradient_accumulation_steps": micro_steps}
+    cfg = Config(**{**KNOBS, **run}).resolve()
     model = Transformer(tiny_config(variant, **knobs)).to(META).train()
+    model.end_token = 7
     step = train.Step(model, cfg, META, torch.float32, Ranks())
     tokens = torch.empty(500, dtype=torch.int16, device=META)
     batches = [train_batch(tokens, cfg, AT[phase], micro, META) for micro in range(micro_steps)]
@@ -103,6 +106,14 @@ def test_a_step_of_another_family_stays_on_the_device(family, phase):
     look_at(*flatten(rehearse(variant, phase, 2, **FAMILIES[family])))
 
 
+@pytest.mark.parametrize("variant", ["layernorm-all-fake", "layernorm-all"])
+@pytest.mark.parametrize("phase", AT)
+def test_a_step_of_a_removal_site_by_site_stays_on_the_device(variant, phase):
+    one_by_one = {"gate_schedule": "sequential", "gate_gaps": (1, 2, 1), "gate_end": None}
+    run = {**one_by_one, "mask_end": True, "grad_checkpoint": True, "dropout": 0.1}
+    look_at(*flatten(rehearse(variant, phase, 2, **run)))
+
+
 def flatten(found):
     step, out = found
     return step, *out
@@ -137,7 +148,7 @@ def gradient(change):
 
 
 def host_gate(step):
-    step.model.gate = torch.tensor(1.0)
+    step.model.gate = torch.ones(len(step.model.gate))
 
 
 def host_totals(step):

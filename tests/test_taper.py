@@ -29,9 +29,9 @@ RATE = 0.01  # ema_rate's default, the paper's mu
 
 KINDS = {"rms": False, "ln": True}  # name -> centre
 both_kinds = pytest.mark.parametrize("centre", KINDS.values(), ids=KINDS)
-every_tapered = pytest.mark.parametrize(
-    "variant", [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
-)
+TAPERED = [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
+every_tapered = pytest.mark.parametrize("variant", TAPERED)
+every_fitted = pytest.mark.parametrize("variant", [v for v in TAPERED if "calibration" not in VARIANTS[v]])
 
 
 def taper_norm(
@@ -328,7 +328,7 @@ def test_after_the_norm_phase_nothing_is_tracked_any_more():
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-@every_tapered
+@every_fitted
 def test_calibrate_freezes_c_and_starts_gamma_tilde_from_gamma(variant):
     model, (idx, targets) = in_norm_phase(variant), batch()
     for step in range(3):
@@ -356,7 +356,7 @@ def test_calibrate_freezes_c_and_starts_gamma_tilde_from_gamma(variant):
         assert not torch.equal(norm.weight_tilde, norm.weight)
 
 
-@every_tapered
+@every_fitted
 @pytest.mark.parametrize("phase", ["norm", "blend", "scale"])
 def test_only_what_the_phase_uses_takes_a_gradient(variant, phase):
     model, (idx, targets) = tiny(variant, phase=phase), batch()
@@ -671,7 +671,7 @@ def test_the_norm_phase_runs_the_baselines_kernels(norm):
     assert ran[0] == ran[1]
 
 
-@every_tapered
+@every_fitted
 def test_after_a_whole_taper_the_fold_has_the_models_logits(variant):
     model, idx = in_norm_phase(variant, std=0.1), tokens(2, 16)
     whole_taper(model, model)

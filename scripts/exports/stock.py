@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from model import ModelConfig, Transformer, fold
+from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, fold
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
@@ -65,9 +65,8 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
             if norm == "layernorm" and c.norm_bias:
                 state.setdefault(f"{prefix}{name}.bias", torch.zeros_like(gain))
     config = replace(
-        c, form="trained", norm=norm, taper="none", taper_qk=False, norm_eps=eps, aux_weight=0.0,
-        calib_skip_first=False, norm_bias=c.norm_bias or norm == "rmsnorm",
-        tie_embeddings=model.lm_head is None,
+        c, form="trained", norm=norm, norm_eps=eps, norm_bias=c.norm_bias or norm == "rmsnorm",
+        tie_embeddings=model.lm_head is None, **NO_TAPER, **NO_ANCHOR,
     )  # fmt: skip
     return {"config": asdict(config), "state": state, "meta": model.meta}
 

@@ -1,0 +1,162 @@
+"""The scale of the stream in training: running means of what its tokens show, and the losses that hold it.
+
+Shapes: B batch, T time, D width.
+"""
+
+import math
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from nanonorm.errors import ModelError
+from nanonorm.kernels import upcast
+
+
+def stream_scale(h, eps: float, centre: bool):
+    """s(h): r(h), or sigma with `centre`. (B, T, D) -> (B, T)."""
+    h = upcast(h)
+    power = h.var(-1, correction=0) if centre else h.square().mean(-1)
+    return torch.sqrt(power + eps)
+
+
+class Tracker(nn.Module):
+    """Bias-corrected EMAs of token means, one observation per optimizer step, collected in some phases.
+
+    `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
+    its tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
+    """
+
+    quantities: tuple[str, ...]
+    phases: tuple[str, ...] = ("norm",)  # in which it collects
+    repeating = False  # True while a block is computed once more for its backward
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.phase = "norm"
+        self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
+        for name in (*self.quantities, "ema_count"):
+            self.register_buffer(name, torch.tensor(0.0))
+        self.register_buffer("sums", torch.zeros(len(self.quantities) + 1), persistent=False)
+
+    def set_phase(self, phase: str):
+        self.phase = phase
+
+    def collecting(self) -> bool:
+        seen_before = self.repeating or not torch.is_grad_enabled()
+        return self.phase in self.phases and self.training and not seen_before
+
+    def add(self, *values):
+        """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity."""
+        totals = [v.sum() for v in values]
+        self.sums.add_(torch.stack((*totals, torch.full_like(totals[0], values[0].numel()))))
+
+    def averages(self) -> list:
+        return [getattr(self, name) for name in self.quantities]
+
+    def corrected(self) -> list:
+        seen = -torch.expm1(self.ema_count * self.log_keep)  # 1 - (1 - mu)^n, which would cancel in float32
+        return [ema / seen for ema in self.averages()]
+
+    def follow(self, gate):
+        """Once a step, after the EMAs have moved: set on the device what is to follow them."""
+
+    def freeze(self, buffer, value, degenerate=False):
+        if degenerate or not (torch.isfinite(value) and value > 0):
+            seen = f"{self.ema_count.item():g} steps that give {value.item():g}"
+            cause = "the stream is 0 or not finite there, or was never seen"
+            remedy = "raise gate_start, or lower learning_rate and start anew"
+            raise ModelError(f"cannot calibrate on {seen}: {cause}; {remedy}")
+        buffer.copy_(value)
+
+
+def distance(s, target, relative: bool):
+    """Mean over tokens of (s - target)^2, or of (s/target - 1)^2. 0-dim"""
+    return (s / target - 1 if relative else s - target).square().mean()
+
+
+class ScaleAnchor(Tracker):
+    """Fixed-target scale loss on the input of the final norm: the distance of s(h) from s_tgt.
+
+    s is r(h), or sigma for LayerNorm. In the "norm" phase there is no loss and the mean of s is tracked; the
+    target is its bias-corrected EMA, frozen when that phase ends.
+    """
+
+    quantities = ("ema_s",)
+
+    def __init__(self, c):
+        """c: a ModelConfig."""
+        super().__init__(c.ema_rate)
+        self.eps, self.centre, self.relative = c.norm_eps, c.norm == "layernorm", c.anchor_unit == "relative"
+        self.register_buffer("target", torch.tensor(0.0))
+
+    def forward(self, h, idx=None, end_token=None):
+        if self.phase != "norm":
+            return distance(stream_scale(h, self.eps, self.centre), self.target, self.relative)
+        if self.collecting():
+            self.add(stream_scale(h.detach(), self.eps, self.centre))
+        return None
+
+    def target_now(self):
+        return self.corrected()[0] if self.phase == "norm" else self.target
+
+    def calibrate(self):
+        nothing = math.sqrt(self.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
+        self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
+
+
+class BatchAnchor(nn.Module):
+    """FakeLN's scale loss: the target is the micro-batch's own mean of s, without gradient, over the tokens
+    that are neither first in their window nor the end of a text (1 if there are none). The distance is over
+    all tokens, from the first step on, whatever the gates."""
+
+    def __init__(self, c):
+        """c: a ModelConfig."""
+        super().__init__()
+        self.eps, self.centre, self.relative = c.norm_eps, c.norm == "layernorm", c.anchor_unit == "relative"
+        self.register_buffer("target", torch.tensor(0.0), persistent=False)  # of the last one, for the log
+
+    def forward(self, h, idx, end_token=None):
+        """h: (B, T, D); idx: (B, T), the tokens it comes from."""
+        s = stream_scale(h, self.eps, self.centre)  # (B, T)
+        with torch.no_grad():
+            counts = (torch.arange(idx.shape[1], device=idx.device) > 0).expand_as(idx)
+            if end_token is not None:
+                counts = counts & (idx != end_token)
+            n = counts.sum()
+            mean = (s * counts).sum() / n.clamp_min(1)
+            target = torch.where(n > 0, mean, torch.ones_like(mean))
+            if self.training:
+                self.target.copy_(target)
+        return distance(s, target, self.relative)
+
+    def target_now(self):
+        return self.target
+
+
+# ---------------------------------------------------------------------------------------------------------
+# gradient checkpointing: a second forward in which nothing is observed again
+
+
+@contextmanager
+def repeating(block: nn.Module):
+    """Let nothing in a block be observed a second time."""
+    trackers = [m for m in block.modules() if isinstance(m, Tracker)]
+    for tracker in trackers:
+        tracker.repeating = True
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker.repeating = False
+
+
+def recomputed(block: nn.Module, *args):
+    """block(*args), which its backward computes once more, with the same dropout, instead of keeping it. A
+    compiler moves no average twice by itself: to it a buffer's change is an output of the forward."""
+    again = partial(checkpoint, block, *args, use_reentrant=False, preserve_rng_state=block.dropout > 0)
+    if torch.compiler.is_compiling():
+        return again()
+    return again(context_fn=lambda: (nullcontext(), repeating(block)))

@@ -1,0 +1,62 @@
+"""Schedules: the learning rate, the phase and the gates as functions of the step.
+
+`cfg` is a resolved config.Config. Steps count from 0; what holds at step k holds for optimizer step k.
+"""
+
+import math
+from itertools import accumulate
+
+
+def lr_at(step: int, cfg) -> float:
+    """Linear warmup, then cosine to min_lr."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    t = min(1.0, (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * t)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def phase_at(step: int, cfg) -> str:
+    """ "norm" until gate_start, "scale" from gate_end on, "blend" in between."""
+    if step < cfg.gate_start:
+        return "norm"
+    return "blend" if step < cfg.gate_end else "scale"
+
+
+CURVES = {  # gate_schedule -> the gate after `done` of `steps`, where all gates go down alike
+    "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * done / steps)),
+    "linear": lambda done, steps: 1 - done / steps,
+}
+
+
+def gate_at(step: int, cfg) -> float:
+    """The gate of every site, where they go down alike."""
+    ends = {"norm": 1.0, "scale": 0.0}
+    phase = phase_at(step, cfg)
+    if phase in ends:
+        return ends[phase]
+    return CURVES[cfg.gate_schedule](step - cfg.gate_start, cfg.gate_end - cfg.gate_start)
+
+
+ORDER = {  # a norm's gate, without its block -> when its turn comes
+    "norm_mlp": 0, "norm_attn": 1, "attn.norm_q": 1, "attn.norm_k": 1, "norm_attn.v": 2, "norm_final": 3,
+}  # fmt: skip
+
+
+def drops(cfg, sites: list[str]) -> list[int]:
+    """The step from which each of `sites` (model.gate_sites) is at gate 0, where they fall one by one.
+
+    First the MLP norms from the first block to the last, gate_gaps[0] steps apart; so the attention norms for
+    queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at last. From one kind
+    to the next it is a gap of the earlier kind. An attention norm that is one site has the turn of queries
+    and keys. The order is that of Baroni et al. 2025's public code.
+    """
+    gaps = (*cfg.gate_gaps, 0)
+    firsts = list(accumulate((gap * cfg.n_layer for gap in gaps[:3]), initial=cfg.gate_start))
+    steps = []
+    for site in sites:
+        block, kind = site.split(".", 2)[1:] if site.startswith("blocks.") else (0, site)
+        turn = ORDER[kind]
+        steps.append(firsts[turn] + gaps[turn] * int(block))
+    return steps

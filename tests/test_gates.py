@@ -1,0 +1,572 @@
+"""Gates by site: their names and schedules, FakeLN's calibration and scale loss, targets that do not count,
+and blocks that are computed twice."""
+
+import json
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    batch,
+    one_line,
+    plain_layernorm,
+    plain_rms,
+    randomize,
+    same_state,
+    scale_of_difference,
+    state_of,
+    tiny,
+    tiny_config,
+    tokens,
+)
+from running import assert_same_run, final, flags, metrics, refused, train
+from test_taper import EXACT, Operators, normalized, stream
+
+from config import Config, ModelKnobs
+from model import MeanScaleNorm, ModelConfig, Transformer, begun_from, export, exports, gate_sites
+from nanonorm import schedules
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.kernels import head_loss
+from nanonorm.ranks import Ranks
+from nanonorm.scale import stream_scale
+from scripts.speed.turns import tensor_peak
+from train import Step
+
+FAKE = "layernorm-all-fake"
+END = 7  # the end token of the tiny vocabulary
+CPU = torch.device("cpu")
+GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True, "norm_eps": 1e-5}
+ONE_BY_ONE = {"gate_schedule": "sequential", "gate_gaps": (1, 2, 3)}
+
+# ---------------------------------------------------------------------------------------------------------
+# names and schedules
+
+
+@pytest.mark.parametrize(
+    ("variant", "more", "wanted"),
+    [
+        ("rmsnorm", {}, []),
+        ("rmsnorm-final", {}, ["norm_final"]),
+        ("rmsnorm-internal", {}, ["blocks.{}.norm_attn", "blocks.{}.norm_mlp"]),
+        ("layernorm-all", {}, ["blocks.{}.norm_attn", "blocks.{}.norm_mlp", "norm_final"]),
+        (FAKE, {}, ["blocks.{}.norm_attn", "blocks.{}.norm_attn.v", "blocks.{}.norm_mlp", "norm_final"]),
+        (
+            "rmsnorm-internal",
+            {"qk_norm": True, "taper_qk": True},
+            ["blocks.{}.norm_attn", "blocks.{}.attn.norm_q", "blocks.{}.attn.norm_k", "blocks.{}.norm_mlp"],
+        ),
+    ],
+)
+def test_every_norm_that_tapers_knows_its_gate(variant, more, wanted):
+    model = tiny(variant, phase="blend", **more)
+    blocks = [name.format(i) for i in range(2) for name in wanted if "{}" in name]
+    sites = blocks + [name for name in wanted if "{}" not in name]
+    assert model.gate_sites() == gate_sites(model.config) == sites
+    assert len(model.gate) == max(1, len(sites))
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "site"):
+            places = [module.site] if isinstance(module.site, int) else range(len(sites))[module.site]
+            found |= dict(zip(places, (name, f"{name}.v"), strict=False))
+    assert found == dict(enumerate(sites))
+    # each gate moves what the model computes, and nothing else does
+    model.gate.fill_(0.5)
+    before = model(*batch()).ce
+    for i in range(len(model.gate)):
+        model.gate[i] = 0.4
+        assert (model(*batch()).ce == before) == (not sites)
+        model.gate[i] = 0.5
+
+
+TABLE = {  # GPT-2's four sizes: layers, first step, gaps -> first and last step of each kind, and the last
+    "S": (12, 20, (2, 2, 3), [(20, 42), (44, 66), (68, 101), (104, 104)]),
+    "M": (24, 20, (2, 2, 3), [(20, 66), (68, 114), (116, 185), (188, 188)]),
+    "L": (36, 30, (4, 4, 6), [(30, 170), (174, 314), (318, 528), (534, 534)]),
+    "XL": (48, 50, (4, 4, 6), [(50, 238), (242, 430), (434, 716), (722, 722)]),
+}
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_the_order_of_a_sequential_removal_is_the_recipes(size):
+    layers, start, gaps, wanted = TABLE[size]
+    fake = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=layers, max_iters=2000)
+    cfg = Config(**fake, gate_start=start, gate_schedule="sequential", gate_gaps=gaps).resolve()
+    sites = gate_sites(cfg)
+    steps = dict(zip(sites, schedules.drops(cfg, sites), strict=True))
+    for kind, (first, last) in zip(("norm_mlp", "norm_attn", "norm_attn.v"), wanted, strict=False):
+        of_kind = [steps[f"blocks.{i}.{kind}"] for i in range(layers)]
+        assert of_kind == list(range(first, last + 1, (last - first) // (layers - 1))), kind
+    assert steps["norm_final"] == cfg.gate_end == wanted[3][0]
+    internal = replace(cfg, taper="internal", gate_end=None).resolve()
+    assert internal.gate_end == wanted[2][1]  # the last one, without a final site
+
+
+OF_THE_MODEL = {f.name for f in fields(ModelKnobs)}
+
+
+def small_run(variant=FAKE, **knobs):
+    """(settings, Step) of a run of a tiny model on the CPU in float64."""
+    run = {name: value for name, value in knobs.items() if name not in OF_THE_MODEL}
+    config = tiny_config(variant, **{name: knobs[name] for name in knobs.keys() & OF_THE_MODEL})
+    model = randomize(Transformer(config).double(), std=0.1).train()
+    model.end_token = END
+    run = dict(max_iters=40, warmup_iters=2, gate_start=3, learning_rate=1e-2, compile=False) | run
+    cfg = Config(**{name: getattr(config, name) for name in OF_THE_MODEL}, **run).resolve()
+    return cfg, Step(model, cfg, CPU, torch.float64, Ranks())
+
+
+def micro_batches(step: int, count: int, B: int = 2, T: int = 16):
+    """(x, y) of an optimizer step: (count, B, T)"""
+    text = tokens(count, B, T + 1, seed=1000 + step)
+    return text[..., :-1], text[..., 1:]
+
+
+def whole_run(step: Step, cfg: Config, look=lambda k: None) -> list[float]:
+    """Every step of a run; `look(k)` after step k. The losses, a step each."""
+    losses = []
+    for k in range(cfg.max_iters):
+        step.at(k)
+        step(*micro_batches(k, cfg.gradient_accumulation_steps))
+        losses.append((step.totals[:2].sum() / step.totals[2]).item())
+        step.totals.zero_()
+        look(k)
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_gates_that_go_down_alike(schedule):
+    _, step = small_run("rmsnorm-all-aux", gate_schedule=schedule, gate_end=23)
+    curve = {"cosine": lambda t: (1 + torch.cos(torch.pi * t)) / 2, "linear": lambda t: 1 - t}[schedule]
+    for k in range(40):
+        step.set_gate(k)
+        t = torch.tensor((k - 3) / 20, dtype=torch.float64).clamp(0, 1)
+        assert step.model.gate.tolist() == pytest.approx([curve(t).item()] * 5, abs=1e-15)
+
+
+def test_gates_that_go_down_one_by_one():
+    cfg, step = small_run(**ONE_BY_ONE)
+    steps = schedules.drops(cfg, step.model.gate_sites())
+    assert len(steps) == 7 and max(steps) == cfg.gate_end == 3 + 2 * (1 + 2 + 3)
+    place = step.model.gate.data_ptr()
+    for k in range(40):
+        step.set_gate(k)
+        assert step.model.gate.tolist() == [float(k < drop) for drop in steps]
+    assert step.model.gate.data_ptr() == place  # a CUDA graph reads the same memory
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"gate_schedule": "sequential"}, "gate_gaps"),
+        ({"gate_gaps": (1, 1, 1)}, "gate_schedule=sequential"),
+        ({**ONE_BY_ONE, "gate_gaps": (1, 1)}, "three numbers"),
+        ({**ONE_BY_ONE, "gate_end": 17}, "at step 15; leave it out"),
+        ({**ONE_BY_ONE, "max_iters": 14}, "beyond max_iters=14"),
+        ({**ONE_BY_ONE, "taper": "none"}, "needs a taper"),
+        ({"gate_start": 0}, "gate_start"),
+    ],
+)
+def test_schedules_that_contradict_themselves(knobs, words):
+    run = dict(taper="all", calibration="mean_scale", n_layer=2, max_iters=40, gate_start=3, warmup_iters=1)
+    Config(**{**run, **ONE_BY_ONE}).resolve()
+    with pytest.raises(BadInput) as e:
+        Config(**{**run, **knobs}).resolve()
+    assert words in one_line(e)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"calibration": "mean_scale"}, "needs a taper"),
+        ({"anchor_target": "batch"}, "needs aux_weight"),
+        ({"anchor_unit": "relative"}, "needs aux_weight"),
+        ({"calibration": "mean_scale", "taper": "all", "norm": "dyt"}, "a taper needs"),
+    ],
+)
+def test_knobs_that_mean_nothing_alone(knobs, words):
+    with pytest.raises(ModelError) as e:
+        ModelConfig(**knobs)
+    assert words in one_line(e)
+    ModelConfig(taper="all", calibration="mean_scale")  # with RMSNorm too
+
+
+# ---------------------------------------------------------------------------------------------------------
+# FakeLN's calibration
+
+
+def fake_norm(centre: bool, phase: str, seed: int = 0, sites: int = 1, eps: float = 0.02) -> MeanScaleNorm:
+    norm = MeanScaleNorm(24, eps, centre, centre).double()
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.copy_(0.7 + 0.5 * torch.randn(24, generator=rng))
+        norm.c.fill_(0.6)
+    norm.site, norm.phase = 0 if sites == 1 else slice(0, 2), phase
+    return norm
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("gates", [(1.0,), (0.0,), (0.3,), (0.0, 1.0), (0.9, 0.2)])
+def test_a_site_is_the_formula_with_one_gain_values_and_gradients(centre, gates):
+    norm, h = fake_norm(centre, "blend", sites=len(gates)), stream(2, 3).requires_grad_()
+    assert [name for name, _ in norm.named_parameters()] == ["weight", "bias"][: 1 + centre]
+    x, xhat = normalized(h, centre, 0.02)
+    shift = norm.bias if centre else 0
+    wanted = [g * xhat * norm.weight + (1 - g) * norm.c * x * norm.weight + shift for g in gates]
+    ours = norm(h, torch.tensor(gates, dtype=torch.float64))
+    ours = list(ours) if len(gates) > 1 else [ours]
+    direction = stream(len(gates), 2, 3, seed=1)
+    parameters = [h, *norm.parameters()]
+    for a, b in zip(ours, wanted, strict=True):
+        assert scale_of_difference(a, b) <= EXACT
+    found = [torch.autograd.grad((torch.stack(y) * direction).sum(), parameters) for y in (ours, wanted)]
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_in_its_norm_phase_it_is_the_norm_and_in_evaluation_a_scaling(centre):
+    norm, h = fake_norm(centre, "norm", sites=2), stream(2, 3)
+    formula = plain_layernorm if centre else plain_rms
+    assert scale_of_difference(norm(h), formula(h, norm.weight, 0.02, norm.bias)) <= EXACT
+    norm.phase = "scale"
+    x, _ = normalized(h, centre, 0.0)
+    wanted = norm.c * x * norm.weight + (norm.bias if centre else 0)
+    assert scale_of_difference(norm(h), wanted) <= EXACT
+    norm.phase = "blend"
+    assert scale_of_difference(norm.eval()(h), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_an_attention_takes_two_inputs(bias, n_kv_head):
+    """Queries and keys from the first, values from the second, with the rows of one matrix."""
+    attention, a, b = tiny(bias=bias, n_kv_head=n_kv_head).blocks[0].attn, stream(2, 5), stream(2, 5, seed=1)
+    weights = list(attention.qkv.parameters())
+    found = []
+    for qk, v in (attention.heads((a, b)), (attention.heads(a)[0], attention.heads(b)[1])):
+        assert qk.shape == (2, 5, 4 + n_kv_head, 6) and v.shape == (2, 5, n_kv_head, 6)
+        parts = torch.cat((qk, v), 2)
+        found.append([parts, *torch.autograd.grad((parts**2).sum(), weights)])
+    for ours, wanted in zip(*found, strict=True):
+        assert scale_of_difference(ours, wanted) <= EXACT
+    rope = tiny().rope[:, :5]
+    assert scale_of_difference(attention((a, a), rope), attention(a, rope)) <= EXACT
+    assert scale_of_difference(attention((a, b), rope), attention(a, rope)) > 1e-2
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "cosine"])
+@pytest.mark.parametrize("skip_first", [False, True])
+def test_c_follows_until_its_last_gate_is_down(schedule, skip_first):
+    """In step k it is 1 / mean of the steps before k; once a site is down, of those before its drop. The two
+    sites before an attention share it until the values' is down."""
+    run = ONE_BY_ONE if schedule == "sequential" else {"gate_schedule": "cosine", "gate_end": 20}
+    cfg, step = small_run(
+        **run, max_iters=24, gradient_accumulation_steps=2, ema_rate=0.3, calib_skip_first=skip_first
+    )
+    model, sites = step.model, step.model.gate_sites()
+    seen = {name: [] for name in sites}
+    for name, module in model.named_modules():
+        if name in seen:
+            module.register_forward_hook(lambda m, args, out, n=name: seen[n].append(args[0].detach()))
+    down = dict(zip(sites, schedules.drops(cfg, sites), strict=True)) if schedule == "sequential" else {}
+    by_hand = dict.fromkeys([n for n in sites if not n.endswith(".v")], 0.0)
+    wanted, begun = {}, {}
+
+    def look(k):
+        for name, average in by_hand.items():
+            streams = [h[:, 1:] if skip_first else h for h in seen[name]]
+            seen[name].clear()
+            assert len(streams) == 2  # micro-batches
+            sigma = torch.stack([stream_scale(h, 1e-6, True) for h in streams]).mean().item()
+            by_hand[name] = 0.7 * average + 0.3 * sigma
+            last = down.get(f"{name}.v", down.get(name, 20))
+            if k < last:
+                wanted[name] = (1 - 0.7 ** (k + 1)) / by_hand[name]
+            norm = model.get_submodule(name)
+            assert norm.c.item() == pytest.approx(wanted[name], rel=1e-10), (name, k)
+            begun[name] = norm.ema_count.item()
+
+    whole_run(step, cfg, look)
+    assert all(count == cfg.gate_end for count in begun.values())  # and after the last one nothing moves
+    assert len({round(c, 9) for c in wanted.values()}) == len(wanted)
+
+
+def test_one_gain_trains_through_a_removal_with_the_optimizers_state():
+    cfg, step = small_run(**ONE_BY_ONE, max_iters=24)
+    norms = step.model.taper_norms().values()
+    first = {id(n): n.weight for n in norms}
+    lengths, gains = set(), []
+
+    def look(k):
+        states = [step.optimizer.state[n.weight]["step"].item() for n in norms]
+        assert states == [k + 1] * len(norms) and all(n.weight.requires_grad for n in norms)
+        gains.append([n.weight.detach().clone() for n in norms])
+        lengths.add(len(step.trained))
+
+    whole_run(step, cfg, look)
+    assert len(lengths) == 1 and all(first[id(n)] is n.weight for n in norms)
+    for before, after in pairwise(gains):
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("variant", [FAKE, pytest.param("layernorm-all", marks=pytest.mark.slow)])
+def test_a_sequential_removal_is_one_compiled_phase(variant):
+    """5 or 7 events, and nothing is compiled or wrapped anew at any."""
+    compiled_at, entered = [], []
+    eager_cfg, eager = small_run(variant, **ONE_BY_ONE, max_iters=18)
+    cfg, step = small_run(variant, **ONE_BY_ONE, max_iters=18)
+
+    def counting(graph, example_inputs):
+        compiled_at.append(step.model.phase)
+        return graph
+
+    torch._dynamo.reset()
+    step.forward = torch.compile(step.model, backend=counting, fullgraph=True)
+    step.enter("norm")
+    enter = step.enter
+    step.enter = lambda phase: (entered.append(phase), enter(phase))
+    try:
+        losses = whole_run(step, cfg)
+    finally:
+        torch._dynamo.reset()
+    assert compiled_at == ["norm", "blend", "scale"] and entered == ["blend", "scale"]
+    assert losses == pytest.approx(whole_run(eager, eager_cfg), rel=1e-9)  # float64, 18 steps of AdamW
+
+
+@pytest.mark.parametrize("phase", ["norm", "blend", "scale"])
+def test_no_step_of_a_removal_reads_a_number_back_to_the_host(phase):
+    model, operators = tiny(FAKE, phase=phase), Operators()
+    model.end_token, model.mask_end = END, True
+    with operators:
+        model(*batch()).total.backward()
+        model.update_statistics()
+    assert not [n for n in operators.names if "_local_scalar_dense" in n or "nonzero" in n]
+
+
+PROTOCOLS = {
+    "vanilla": ("layernorm", {}),
+    "internal": ("layernorm-internal-aux", {}),
+    "all": ("layernorm-all", {"aux_weight": 0.1}),
+    "fake": (FAKE, ONE_BY_ONE),
+    "all, one by one": ("layernorm-all", ONE_BY_ONE),
+    "fake, cosine": (FAKE, {"calib_skip_first": True, "anchor_unit": "relative"}),
+}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_goes_through_its_schedule_and_folds(name):
+    variant, knobs = PROTOCOLS[name]
+    cfg, step = small_run(variant, **GPT2, **knobs, max_iters=30, mask_end=True)
+    losses = whole_run(step, cfg)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    model = step.model.eval()
+    for form in exports(model.config).values():
+        exported, errors = export(model, form, tokens(2, 16))
+        assert errors["float64"] <= 1e-9
+    left = [n for n, m in exported.named_modules() if "Norm" in type(m).__name__]
+    kept = {"vanilla": ["norm_attn", "norm_mlp", "norm_final"], "internal": ["norm_final"]}.get(name, [])
+    assert {n.rpartition(".")[2] for n in left} == set(kept)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the scale loss
+
+
+@pytest.mark.parametrize("variant", [FAKE, "rmsnorm", "layernorm"])
+@pytest.mark.parametrize("unit", ["absolute", "relative"])
+@pytest.mark.parametrize("phase", ["norm", "blend", "scale"])
+def test_the_batchs_own_target(variant, unit, phase):
+    """From the first step, over all tokens; the target is the mean without the first position and the ends of
+    texts, and takes no gradient."""
+    model = tiny(variant, phase=phase, aux_weight=0.37, anchor_target="batch", anchor_unit=unit)
+    idx, targets = batch()
+    idx[:, 5] = END
+    for end in (END, None):
+        model.end_token = end
+        losses = model(idx, targets)
+        s = stream_scale(losses.stream, 1e-6, variant != "rmsnorm").requires_grad_()
+        counted = [s[b, t] for b in range(3) for t in range(1, 16) if end is None or idx[b, t] != END]
+        target = (sum(counted) / len(counted)).item()
+        gaps = s - target if unit == "absolute" else s / target - 1
+        assert losses.aux.item() == pytest.approx(0.37 * gaps.square().mean().item(), rel=1e-10)
+        assert losses.total.item() == pytest.approx((losses.ce + losses.aux).item(), rel=EXACT)
+        assert model.anchor.target_now().item() == pytest.approx(target, rel=1e-12)
+    assert "anchor" not in model.trackers() and not [n for n in model.state_dict() if "anchor" in n]
+    # the gradient is of the distance alone
+    h = losses.stream.clone().requires_grad_()
+    (ours,) = torch.autograd.grad(model.anchor(h, idx, None), h)
+    s = stream_scale(h, 1e-6, variant != "rmsnorm")
+    gaps = s - target if unit == "absolute" else s / target - 1
+    (wanted,) = torch.autograd.grad(gaps.square().mean(), h)
+    assert scale_of_difference(ours, wanted) <= 1e-10
+    model.eval()
+    model(idx[:, :4], targets[:, :4])
+    assert model.anchor.target_now().item() == pytest.approx(target, rel=1e-12)  # of training's batches
+
+
+def test_a_batch_in_which_nothing_counts_has_the_target_1():
+    model = tiny("layernorm", aux_weight=0.5, anchor_target="batch")
+    model.end_token = END
+    losses = model(torch.full((2, 4), END), torch.ones(2, 4, dtype=torch.long))
+    s = stream_scale(losses.stream, 1e-6, True)
+    assert losses.aux.item() == pytest.approx(0.5 * (s - 1).square().mean().item(), rel=1e-10)
+
+
+def test_a_fixed_target_in_relative_units():
+    model = tiny("layernorm", phase="blend", aux_weight=0.5, anchor_unit="relative")
+    model.anchor.target.fill_(1.7)
+    losses = model(*batch())
+    s = stream_scale(losses.stream, 1e-6, True)
+    assert losses.aux.item() == pytest.approx(0.5 * (s / 1.7 - 1).square().mean().item(), rel=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# targets that do not count
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "autocast"])
+def test_a_target_that_is_left_out_counts_nowhere(low, bias):
+    """Values and gradients, in more than one chunk, beside cross_entropy's own mean."""
+    rng = torch.Generator().manual_seed(0)
+    y = torch.randn(3, 400, 16, generator=rng).requires_grad_()
+    W = torch.randn(61, 16, generator=rng).requires_grad_()
+    b = torch.randn(61, generator=rng) if bias else None
+    targets = torch.randint(61, (3, 400), generator=rng)
+    targets[:, ::3] = END
+    wanted = F.cross_entropy(F.linear(y, W, b).flatten(0, 1), targets.flatten(), ignore_index=END)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        ours = head_loss(y, W, b, targets, END)
+        nothing = head_loss(y, W, b, torch.full_like(targets, END), END)
+        all_count = head_loss(y, W, b, targets)
+    close = 2e-2 if low else 1e-5  # bfloat16 has 8 bits; float32 sums in another order
+    assert ours.item() == pytest.approx(wanted.item(), rel=close)
+    for a, c in zip(*(torch.autograd.grad(loss, (y, W)) for loss in (ours, wanted)), strict=True):
+        assert scale_of_difference(a, c) <= close
+    assert nothing.item() == 0
+    assert all(g.abs().max() == 0 for g in torch.autograd.grad(nothing, (y, W)))
+    assert all_count.item() != pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_ends_of_texts_are_left_out_of_training_alone():
+    _, step = small_run("layernorm", mask_end=True)
+    _, plain = small_run("layernorm")
+    x, y = micro_batches(0, 1)
+    y[0, :, 3:9] = END
+    step.at(0)
+    step(x, y)
+    logits = plain.model(x[0])
+    counted = F.cross_entropy(logits.flatten(0, 1), y[0].flatten(), ignore_index=END)
+    assert step.totals[0].item() == pytest.approx(counted.item(), rel=EXACT)
+    whole = F.cross_entropy(logits.flatten(0, 1), y[0].flatten())
+    plain.model.mask_end = True
+    assert plain.model.eval()(x[0], y[0]).ce.item() == pytest.approx(whole.item(), rel=EXACT)
+    assert plain.model.train()(x[0], y[0]).ce.item() == pytest.approx(counted.item(), rel=EXACT)
+
+
+def test_a_corpus_that_does_not_say_its_end_is_refused(corpus, tmp_path, capsys):
+    folder = tmp_path / "silent"
+    folder.mkdir()
+    for path in corpus.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "end_token_id": None}))
+    said = refused(capsys, *flags(tmp_path / "run", folder, mask_end=True))
+    assert "end_token_id" in said and "mask_end" in said and not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# blocks that are computed twice
+
+
+def checkpointed_pair(variant, **knobs):
+    return [small_run(variant, **knobs, grad_checkpoint=again) for again in (False, True)]
+
+
+@pytest.mark.parametrize("variant", [FAKE, "rmsnorm-all-aux", "coupled"])
+def test_blocks_computed_twice_draw_and_observe_once(variant):
+    """Losses, averages, gradients and weights to the bit, dropout on, through all phases."""
+    more = ONE_BY_ONE if variant == FAKE else {}
+    runs = checkpointed_pair(variant, **more, dropout=0.2, gradient_accumulation_steps=2, max_iters=18)
+    states = []
+    for cfg, step in runs:
+        kept, calls = [], []
+        step.model.blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        losses = whole_run(step, cfg, lambda k, step=step, kept=kept: kept.append(step.last[1].clone()))
+        states.append((losses, kept, state_of(step.model)))
+        assert len(calls) == 18 * 2 * (1 + cfg.grad_checkpoint)  # it did compute twice
+    (a, gradients, state), (b, others, again) = states
+    assert a == b and same_state(state, again)
+    assert all(torch.equal(x, y) for x, y in zip(gradients, others, strict=True))
+
+
+def test_blocks_computed_twice_keep_less():
+    peaks = []
+    for _, step in checkpointed_pair("layernorm", n_layer=8):
+        pair = batch(32, 16)
+        peaks.append(tensor_peak(lambda model=step.model, pair=pair: model(*pair).total.backward()))
+    assert peaks[1] < peaks[0] / 2
+
+
+@pytest.mark.parametrize("variant", [FAKE, pytest.param("rmsnorm-all-aux", marks=pytest.mark.slow)])
+def test_blocks_computed_twice_under_a_compiler(variant):
+    """The same averages to float64's rounding, and no graph break. Without dropout: a compiler draws other
+    masks."""
+    more = ONE_BY_ONE if variant == FAKE else {}
+    runs = checkpointed_pair(variant, **more, max_iters=12, n_layer=1)
+    cfg, compiled = runs[1]
+    torch._dynamo.reset()
+    compiled.forward = torch.compile(compiled.model, backend="aot_eager", fullgraph=True)
+    compiled.enter("norm")
+    try:
+        losses = whole_run(compiled, cfg)
+    finally:
+        torch._dynamo.reset()
+    assert losses == pytest.approx(whole_run(runs[0][1], runs[0][0]), rel=1e-9)
+    for name, value in state_of(runs[0][1].model).items():
+        torch.testing.assert_close(state_of(compiled.model)[name], value, rtol=1e-7, atol=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# files and runs
+
+
+def test_a_file_of_before_gates_by_site_is_read(tmp_path):
+    model = tiny("layernorm-all", phase="blend", dtype=torch.float32)
+    for gate, wanted in ((0.25, [0.25] * 5), ([1.0, 0.0, 0.5, 0.25, 1.0], [1.0, 0.0, 0.5, 0.25, 1.0])):
+        torch.save(model.to_file({"gate": gate, "phase": "blend"}), tmp_path / "m.pt")
+        assert Transformer.load(tmp_path / "m.pt").gate.tolist() == wanted
+
+
+def test_a_fake_norm_begins_from_a_layernorm():
+    before = tiny("layernorm", dtype=torch.float32)
+    file = before.to_file({"gate": [1.0], "phase": "norm"})
+    after = begun_from(file, tiny_config(FAKE), "file").train()
+    assert scale_of_difference(after(tokens(2, 16)), before(tokens(2, 16))) <= 1e-5  # float32
+    assert {n for n in after.state_dict() if "norm_attn" in n and "blocks.0" in n} == {
+        f"blocks.0.norm_attn.{leaf}" for leaf in ("weight", "bias", "c", "ema_s", "ema_count")
+    }
+
+
+def test_a_run_that_removes_site_by_site_goes_on_amid_it(corpus, tmp_path):
+    """FakeLN as a whole: seven drops at steps 15 to 35, resumed from step 25."""
+    run = dict(norm="layernorm", taper="all", calibration="mean_scale", gate_schedule="sequential",
+               gate_gaps="3,3,4", gate_end=None, anchor_target="batch", ema_rate=0.1, dropout=0.1,
+               mask_end=True, max_iters=50, eval_interval=25, ckpt_interval=25)  # fmt: skip
+    for name in ("whole", "again"):
+        train(*flags(tmp_path / name, corpus, **run))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
+    assert final(again)["meta"]["phase"] == "blend" and final(again)["progress"]["iter"] == 25
+    assert final(again)["meta"]["gate"] == [0, 1, 0, 0, 1, 0, 1]  # values' and the last one are up
+    train("--init_from=resume", f"--out_dir={again}", "--grad_checkpoint=True")
+    assert_same_run(again, whole)
+    lines = {line["iter"]: line for line in metrics(whole)}
+    assert [lines[k]["gate"] for k in (10, 20, 25, 30, 40)] == pytest.approx([1, 5 / 7, 3 / 7, 2 / 7, 0])
+    assert all(line["train/aux"] > 0 and line["s/target"] > 0 for line in lines.values())
+    assert lines[50]["val/loss"] == lines[50]["val/loss_gated"]
+    assert lines[25]["val/loss"] != lines[25]["val/loss_gated"]
+    assert max(Transformer.load(whole / "folded.pt").meta["fold_error"].values()) < 1e-4
