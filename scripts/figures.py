@@ -29,6 +29,7 @@ STYLE = {
     "baseline": ("#000000", "-"), "internal": ("#0072B2", "--"), "internal_aux": ("#56B4E9", "-"),
     "final": ("#E69F00", "-."), "all": ("#D55E00", "--"), "all_aux": ("#CC79A7", "-"),
     "coupled": ("#009E73", "-"), "layernorm": ("#0072B2", "--"), "cbwc": ("#56B4E9", ":"),
+    "vanilla": ("#000000", "-"), "fakeln": ("#E69F00", "-"),
     "dyt": ("#D55E00", "-."), "derf": ("#CC79A7", (0, (5, 1, 1, 1, 1, 1))),
 }  # fmt: skip
 OTHER = ("#999999", ":")  # what has no style of its own

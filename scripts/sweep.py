@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, atomic_write, hold_folder
 from nanonorm.machine import commit
+from nanonorm.run import given_weights
 from nanonorm.typed import Count
 from scripts.runs import (
     AUX_WEIGHT,
@@ -118,13 +120,23 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Planned
     return list(runs.values())
 
 
+@lru_cache(1)
+def weights(name: str) -> tuple[dict, Path]:
+    """What all runs of a grid start from, as given_weights has it."""
+    return given_weights(name)
+
+
 def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str], named: list[str]):
     """The PlannedRun that config files and flags make, without the flags it does not read; named: the flags
     that its name tells. Raises: BadInput if train.py would refuse it."""
 
     def parsed() -> tuple[list[str], Config]:
         argv = files + [f"--{n}={v}" for n, v in flags.items()]
-        return argv, parse(Config, argv, files=True)[0]
+        asked, explicit, _ = parse(Config, argv, files=True)
+        if asked.init_from in ("scratch", "resume", "auto"):
+            return argv, asked
+        file, given = weights(asked.init_from)
+        return argv, asked.started_from(file, explicit, str(given))
 
     words = [] if variant is None else [variant]
     try:

@@ -70,7 +70,7 @@ COMMANDS = {
     "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs", "scripts.evaluate": "Evaluate",
     "scripts.sweep": "Sweep", "scripts.report": "ReportKnobs", "scripts.figures": "Picture",
     "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
-    "scripts.speed.where": "Where",
+    "scripts.speed.where": "Where", "scripts.gpt2_report": "Knobs",
 }  # fmt: skip
 
 

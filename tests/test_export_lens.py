@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import one_line, scale_of_difference, tiny, tokens
+from protocols import fine_tuned, random_gpt2
+from running import train
 
-from model import FORMS, fold
+from model import FORMS, Transformer, fold
 from nanonorm.errors import ModelError
 from scripts.exports import Job
 from scripts.exports.transformer_lens import refuse, write
@@ -25,6 +27,7 @@ TAPERED = [(f"rmsnorm-{taper}", shape) for taper in ("internal", "all-aux") for 
 TAPERED += [
     (f"layernorm-{taper}", shape) for taper in ("internal-aux", "all", "all-nobias") for shape in ({}, GPT2)
 ]
+TAPERED.append(("layernorm-all", {**GPT2, "calibration": "mean_scale"}))  # FakeLN
 every_network = pytest.mark.parametrize(
     "variant, shape", TAPERED, ids=lambda v: v if type(v) is str else ",".join(v)
 )
@@ -73,6 +76,30 @@ def test_contributions_sum_to_the_logits(exported, variant, shape):
         logits = sum(contributions) + bridge.unembed.b_U
         assert scale_of_difference(logits, model.double()(idx)) < 1e-9
     assert all(c.abs().max() > 1e-3 * logits.abs().max() for c in contributions)
+
+
+@pytest.mark.parametrize("protocol", ["fakeln", "internal", "all"])
+def test_a_fine_tuned_gpt2_goes_to_transformer_lens(protocol, corpus, tmp_path):
+    """A whole run, its folded network by the command, and there what its components write: they sum to the
+    last stream, and without a last norm their readings sum to the logits."""
+    pytest.importorskip("transformer_lens", reason="pip install -r requirements-export.txt")
+    from scripts.exports.load_lens import load_lens
+
+    weights = random_gpt2(tmp_path / "weights.pt", 400)
+    run, out = fine_tuned(protocol, tmp_path / "run", corpus, weights), tmp_path / "lens"
+    train(run, "--to=transformer_lens", f"--out={out}", "--dtype=float32", program="scripts/convert.py")
+    model, bridge = Transformer.load(run / "folded.pt").float().double(), load_lens(out, torch.float64)
+    idx = tokens(2, 20, vocab=400)
+    with torch.no_grad():
+        logits, cache = bridge.run_with_cache(idx)
+        assert scale_of_difference(logits, model(idx)) < 1e-9
+        names = ["hook_embed", "hook_pos_embed"]
+        names += [f"blocks.{i}.hook_{part}_out" for i in range(2) for part in ("attn", "mlp")]
+        written, last = sum(cache[name] for name in names), cache["blocks.1.hook_resid_post"]
+        assert scale_of_difference(written, last) < 1e-9
+        if protocol != "internal":
+            readings = sum(cache[name] @ bridge.unembed.W_U for name in names)
+            assert scale_of_difference(readings + bridge.unembed.b_U, model(idx)) < 1e-9
 
 
 def test_an_ablation_is_ours(exported):

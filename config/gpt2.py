@@ -1,0 +1,39 @@
+# GPT-2 fine-tuned until its LayerNorms are gone: what the runs of all sizes and protocols share. The files
+# named vanilla hold a size's numbers and keep the norms; fakeln, internal and all start from them.
+#
+# Code is submarat/removing-layer-norm on GitHub at 583a9e6 (FakeLN): its config.py, and what its train.py
+# leaves to Hugging Face's defaults. Paper is TaperNorm, arXiv 2602.10408, Appendix D: it has the steps, the
+# windows of the taper and lambda, says that the learning rates are FakeLN's, and no more. So all four
+# protocols of a size share what is here, and a comparison of them is one of the removal alone.
+# What neither settles, and how it is here:
+# - where the cosine ends: at max_iters for S and M, at 1200 for L and XL, as in Code, for every protocol
+# - the scale loss in vanilla: none, it is the plain continuation
+# - averages: they move once a step, over all its micro-batches, with bias correction (Code: with each
+#   micro-batch, so that sigma is almost the last step's mean; here it is that of about ten steps)
+# - position 0: in FakeLN's mean of sigma, as in Code; not in TaperLN's c, which it would drag down, for its
+#   scale in the middle blocks is 10 to 40 times that of the others
+# - end of text: an input, never a target (Code); all positions count in the scale loss, but FakeLN's target
+#   leaves out position 0 and end of text
+# - gamma does not decay; the first learning rate is peak / (warmup_iters + 1) (Code: it decays; 0)
+# - windows are drawn at random from one stream of tokens (Code: fixed blocks, in a random order)
+# The corpus, about 9 G tokens: python data/openwebtext/prepare.py
+
+out_dir = "out/gpt2"
+init_from = "gpt2"  # hub id, or a folder that save_pretrained wrote
+dataset = "openwebtext"
+mask_end = True  # Code: end of text is its padding token, whose targets count nowhere
+
+block_size = 1024
+norm = "layernorm"
+dropout = 0.1  # Code: GPT-2's own, never switched off in training
+
+beta1, beta2 = 0.9, 0.999  # Code: the Trainer's
+weight_decay = 0.01  # Code
+grad_clip = 1.0  # Code, Paper
+dtype = "bfloat16"  # Code, Paper: by autocast; the weights and AdamW's averages are float32
+
+ema_rate = 0.1  # Code keeps 0.9 of the old value; Paper: mu
+
+eval_interval = 100
+log_interval = 1
+ckpt_interval = 50

@@ -1,0 +1,266 @@
+"""GPT-2 fine-tuned until its LayerNorms are gone: the protocols from the first step to the last export, and
+the config files against the tables of the papers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, norm_names, scale_of_difference
+from protocols import PROTOCOLS, STEPS, fine_tuned, random_gpt2
+from running import metrics, train
+
+from config import Config
+from model import Transformer
+from nanonorm.cli import parse
+from nanonorm.schedules import drops, lr_at
+
+every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# whole runs
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    """A function from protocol to its finished run, made when it is first asked for."""
+    folder, made = tmp_path_factory.mktemp("gpt2"), {}
+    weights = random_gpt2(folder / "weights.pt", 400)
+
+    def run(protocol: str) -> Path:
+        if protocol not in made:
+            made[protocol] = fine_tuned(protocol, folder / protocol, corpus, weights)
+        return made[protocol]
+
+    return run
+
+
+@every_protocol
+def test_a_protocol_runs_through_its_schedule(protocol, runs):
+    gates = [line["gate"] for line in metrics(runs(protocol)) if "gate" in line]
+    if protocol == "vanilla":
+        assert not gates
+        return
+    assert len(gates) == STEPS and gates[0] == 1 and gates[-1] == 0
+    assert gates == sorted(gates, reverse=True)
+    sites = 7 if protocol == "fakeln" else 4  # FakeLN: two of an attention norm, in two blocks, and the last
+    assert (len(set(gates)) == sites + 1) == (protocol == "fakeln")
+
+
+@every_protocol
+def test_what_it_leaves_is_a_network_without_the_norms(protocol, runs):
+    """In float64 the folded network is the trained one to 1e-9."""
+    kept = {
+        "vanilla": ["blocks.0.norm_attn", "blocks.0.norm_mlp", "blocks.1.norm_attn", "blocks.1.norm_mlp",
+                    "norm_final"],
+        "internal": ["norm_final"],
+    }  # fmt: skip
+    run = runs(protocol)
+    names = ["model.pt"] if protocol == "vanilla" else ["unfused.pt", "folded.pt"]
+    trained, idx = Transformer.load(run / "ckpt.pt"), torch.randint(400, (3, 32))
+    for name in names:
+        model = Transformer.load(run / name)
+        assert model.meta["fold_error"]["float64"] <= 1e-9
+        with torch.no_grad():
+            assert scale_of_difference(model(idx), trained(idx)) <= 1e-9
+    assert norm_names(model) == kept.get(protocol, [])
+
+
+TARGETS = {"hf": "transformers", "stock": "transformers", "gguf": "xllamacpp", "onnx": "onnxruntime",
+           "transformer_lens": "transformer_lens"}  # fmt: skip
+ONE_EPS = "a stock class has one eps for all of its norms"
+REFUSED = {
+    ("vanilla", "stock"): "it has all its norms", ("vanilla", "transformer_lens"): "norms inside the blocks",
+    ("internal", "stock"): ONE_EPS, ("internal", "gguf"): ONE_EPS,
+}  # fmt: skip
+WAYS = [
+    # the exporter takes long to trace a network, and there is a test of each kind in test_export_onnx.py
+    pytest.param(protocol, to, marks=[pytest.mark.slow] if to == "onnx" and protocol != "fakeln" else [])
+    for protocol in PROTOCOLS
+    for to in TARGETS
+]
+
+
+@pytest.mark.parametrize("protocol, to", WAYS)
+def test_it_leaves_through_every_export(protocol, to, runs, tmp_path, capfd):
+    pytest.importorskip(TARGETS[to], reason="pip install -r requirements-export.txt")
+    out, why_not = tmp_path / "out", REFUSED.get((protocol, to))
+    words = (runs(protocol), f"--to={to}", f"--out={out}", "--dtype=float32")
+    train(*words, program="scripts/convert.py", expect=0 if why_not is None else 2)
+    if why_not is not None:
+        assert why_not in capfd.readouterr().err
+        return
+    facts = json.loads((out / "nanonorm.json").read_text())
+    assert facts["errors_before"].get("float64", 0) <= 1e-9
+    assert max(facts["errors"].values()) <= (2e-3 if to == "gguf" else 1e-4)  # llama.cpp's GELU is a table
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the config files
+
+
+def settings(name: str, *flags: str) -> Config:
+    return parse(Config, [str(ROOT / f"config/{name}.py"), *flags], files=True)[0].resolve()
+
+
+# Two tables of public sources. FakeLN: submarat/removing-layer-norm at 583a9e6, config.py. TaperNorm: arXiv
+# 2602.10408, Appendix D.
+FAKELN = {  # layers, peak, min, warmup, horizon, steps, windows, first event of each kind and its gap, lambda
+    "s": (12, 6e-4, 3e-4, 25, 300, 300, 512, (20, 44, 68, 104), (2, 2, 3), 0.1),
+    "m": (24, 6e-4, 3e-4, 10, 500, 500, 506, (20, 68, 116, 188), (2, 2, 3), 0.1),
+    "l": (36, 3e-4, 4e-5, 15, 1200, 600, 504, (30, 174, 318, 534), (4, 4, 6), 0.03),
+    "xl": (48, 1e-4, 2e-5, 20, 1200, 800, 504, (50, 242, 434, 722), (4, 4, 6), 0.01),
+}
+LAST = {"s": (42, 66, 101), "m": (66, 114, 185), "l": (170, 314, 528), "xl": (238, 430, 716)}  # of each kind
+TAPERNORM = {  # steps, warmup, taper, lambda
+    "s": (300, 25, 25, 100, 0.1),
+    "m": (500, 10, 20, 200, 0.1),
+    "l": (600, 30, 30, 500, 0.1),
+    "xl": (800, 20, 50, 700, 0.01),
+}
+every_size = pytest.mark.parametrize("size", FAKELN)
+
+
+@every_size
+def test_what_the_protocols_of_a_size_share(size):
+    _, peak, least, warmup, horizon, steps, windows, *_ = FAKELN[size]
+    hub = {"s": "gpt2", "m": "gpt2-medium", "l": "gpt2-large", "xl": "gpt2-xl"}[size]
+    for protocol in PROTOCOLS:
+        c = settings(f"gpt2_{size}_{protocol}")
+        assert (c.init_from, c.dataset, c.out_dir) == (hub, "openwebtext", f"out/gpt2_{size}_{protocol}")
+        assert c.batch_size * c.gradient_accumulation_steps == windows and c.block_size == 1024
+        assert (c.learning_rate, c.min_lr, c.lr_decay_iters, c.max_iters) == (peak, least, horizon, steps)
+        assert c.warmup_iters == (TAPERNORM[size][1] if protocol in ("internal", "all") else warmup)
+        assert (c.beta1, c.beta2, c.weight_decay, c.grad_clip) == (0.9, 0.999, 0.01, 1.0)
+        assert (c.dropout, c.mask_end, c.dtype, c.ema_rate) == (0.1, True, "bfloat16", 0.1)
+        assert c.grad_checkpoint == (size == "xl")
+        assert c.model_config(50257).norm == "layernorm"
+    assert settings(f"gpt2_{size}_vanilla").taper == "none"
+
+
+def test_the_learning_rate_of_a_published_checkpoint():
+    """L's and XL's are from the middle of their cosine."""
+    ends = {"s": 3.00e-4, "m": 3.00e-4, "l": 1.73e-4, "xl": 4.07e-5}
+    for size, rate in ends.items():
+        c = settings(f"gpt2_{size}_vanilla")
+        assert lr_at(c.max_iters, c) == pytest.approx(rate, rel=5e-3)
+
+
+@every_size
+def test_fakeln_removes_in_the_order_of_its_code(size):
+    layers, *_, firsts, gaps, weight = FAKELN[size]
+    c = settings(f"gpt2_{size}_fakeln", f"--n_layer={layers}")
+    kinds = ("norm_mlp", "norm_attn", "norm_attn.v")
+    sites = {kind: [f"blocks.{i}.{kind}" for i in range(layers)] for kind in kinds}
+    for kind, first, last, gap in zip(kinds, firsts[:3], LAST[size], gaps, strict=True):
+        assert drops(c, sites[kind]) == list(range(first, last + 1, gap)), kind
+    assert drops(c, ["norm_final"]) == [firsts[3]]
+    assert (c.taper, c.calibration, c.anchor_target) == ("all", "mean_scale", "batch")
+    assert (c.gate_start, c.aux_weight) == (firsts[0], weight)
+
+
+@every_size
+def test_the_tapers_have_the_papers_windows(size):
+    steps, warmup, start, end, weight = TAPERNORM[size]
+    for protocol in ("internal", "all"):
+        c = settings(f"gpt2_{size}_{protocol}")
+        assert (c.max_iters, c.warmup_iters, c.gate_start, c.gate_end) == (steps, warmup, start, end)
+        assert (c.taper, c.gate_schedule, c.calibration) == (protocol, "cosine", "least_squares")
+        assert (c.aux_weight, c.anchor_target, c.calib_skip_first) == (weight, "fixed", True)
+
+
+def test_the_small_runs_keep_the_schedule_of_gpt2_small():
+    """Stretched 10/3 times: 1,000 steps for 300; 4 blocks take as long as 12."""
+    for protocol in PROTOCOLS:
+        small, tiny = settings(f"gpt2_s_{protocol}"), settings(f"gpt2_tiny_{protocol}", "--n_layer=4")
+        names = ["max_iters", "warmup_iters", "lr_decay_iters"]
+        if protocol != "vanilla":
+            names.append("gate_start")
+            assert (tiny.taper, tiny.aux_weight) == (small.taper, small.aux_weight)
+        if protocol in ("internal", "all"):
+            names.append("gate_end")
+        for name in names:
+            assert getattr(tiny, name) == pytest.approx(getattr(small, name) * 10 / 3, abs=1), name
+        assert (tiny.learning_rate, tiny.min_lr, tiny.dropout) == (6e-4, 3e-4, 0.1)
+        assert tiny.batch_size * tiny.block_size == 4096 and tiny.init_from == settings("gpt2_tiny").out_dir
+    small, tiny = settings("gpt2_s_fakeln", "--n_layer=12"), settings("gpt2_tiny_fakeln", "--n_layer=4")
+    for site in ("norm_mlp", "norm_attn", "norm_attn.v"):
+        first = f"blocks.0.{site}"
+        assert drops(tiny, [first])[0] == pytest.approx(drops(small, [first])[0] * 10 / 3, abs=1)
+    assert drops(tiny, ["norm_final"]) == [347]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# without the hub
+
+
+def without_hub(tmp_path, *argv) -> str:
+    """What train.py says where no hub can be reached and nothing of it is cached."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "train.py", *argv, f"--out_dir={tmp_path / 'run'}"]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    return run.stderr
+
+
+def test_without_the_hub_a_line_says_what_is_missing(tmp_path):
+    said = without_hub(tmp_path, "config/gpt2_s_internal.py")
+    assert "gpt2" in said and "hf download gpt2 --local-dir=DIR" in said and "give DIR" in said
+
+
+@pytest.mark.skipif((ROOT / "data/openwebtext/meta.json").exists(), reason="OpenWebText is prepared here")
+def test_without_the_corpus_a_line_says_how_to_prepare_it(tmp_path):
+    weights = random_gpt2(tmp_path / "weights.pt", 400)
+    flags = [f"--init_from={weights}", "--block_size=32", "--dtype=float32"]
+    said = without_hub(tmp_path, "config/gpt2_s_internal.py", *flags)
+    assert "data/openwebtext" in said and "prepare.py" in said and "--text" in said
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the scripts, at toy sizes
+
+SCRIPTS = [
+    ("gpu_gpt2.sh", {}, ["check.json", "s.json"]),
+    ("gpu_gpt2.sh", {"SHAPE": "1"}, ["shape.txt"]),
+    ("gpt2_small.sh", {}, ["evaluation.json", "calibration.json", "report.md", "curves.csv", "events.png"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, env, written", SCRIPTS)
+def test_the_scripts_run_offline_on_a_cpu(script, env, written, tmp_path):
+    pytest.importorskip("transformers", reason="makes a toy checkpoint; pip install transformers")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "TRY": "1", "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    # they prepare a corpus there
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    command, out = ["bash", f"scripts/{script}", tmp_path / "out"], tmp_path / "out"
+    run = subprocess.run(command, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert {path.name for path in out.iterdir()} >= set(written)
+    if "s.json" in written:
+        rows = json.loads((out / "s.json").read_text())["rows"]
+        assert len(rows) == 5 * 3  # the network before and four protocols, on three texts
+    if "shape.txt" in written:
+        lines = (out / "shape.txt").read_text().splitlines()
+        assert [line.split(":")[0] for line in lines] == list(PROTOCOLS)
+    if "report.md" in written:
+        report = (out / "report.md").read_text()
+        assert all(f"## Loss on {text}" in report for text in ("stories", "books", "wikitext"))
+        assert "internal less fakeln" in report and "| norm_final |" in report
+
+
+def test_nothing_is_trained_if_the_published_losses_do_not_come_out(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1" >> "$SAID"\ncase "$1" in *evaluate.py) exit 2;; esac\n')
+    python.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
+    command = ["bash", "scripts/gpu_gpt2.sh", tmp_path / "out"]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and "nothing was trained" in run.stderr
+    said = (tmp_path / "said").read_text().split()
+    assert said[-1] == "scripts/evaluate.py" and "train.py" not in said
