@@ -511,7 +511,8 @@ def test_blocks_computed_twice_keep_less():
     assert peaks[1] < peaks[0] / 2
 
 
-@pytest.mark.parametrize("variant", [FAKE, pytest.param("rmsnorm-all-aux", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [FAKE, "rmsnorm-all-aux"])
 def test_blocks_computed_twice_under_a_compiler(variant):
     """The same averages to float64's rounding, and no graph break. Without dropout: a compiler draws other
     masks."""

@@ -18,7 +18,10 @@ from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.schedules import drops, lr_at
 
-every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
+SLOW = ("vanilla", "internal")
+every_protocol = pytest.mark.parametrize(
+    "protocol", [pytest.param(p, marks=pytest.mark.slow) if p in SLOW else p for p in PROTOCOLS]
+)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -318,8 +318,8 @@ def altered_loss(monkeypatch, by, when):
     as it is."""
     head_loss = network.head_loss
 
-    def altered(x, weight, bias, targets):
-        ce = head_loss(x, weight, bias, targets)
+    def altered(x, weight, bias, targets, *more):
+        ce = head_loss(x, weight, bias, targets, *more)
         return ce + by if torch.is_grad_enabled() and when(targets) else ce
 
     monkeypatch.setattr(network, "head_loss", altered)
@@ -458,6 +458,7 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
 # --- what a review found
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_at_a_log_line_stops_both_at_the_same_step(corpus, tmp_path):
     """It comes after the ranks have agreed to go on, so they leave after the next step, and save it."""
     fault = {"at": "log", "n": 2, "do": "SIGTERM"}  # step 6
@@ -804,6 +805,7 @@ def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
     """Killed behind its first log lines and before its first checkpoint: whoever begins again is who made
     the run."""

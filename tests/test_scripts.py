@@ -161,6 +161,7 @@ def test_a_resident_peak_that_the_system_does_not_count_is_none(monkeypatch):
     assert turns.resident_peak(lambda: ran.append(True)) is None and ran == [True]
 
 
+@pytest.mark.slow
 def test_where_takes_another_checkout_whole(tmp_path):
     """Its model.py imports its own nanonorm/, not ours. Early checkouts have a model.py without one."""
     early, other = tmp_path / "early", tmp_path / "other"

@@ -238,6 +238,7 @@ def test_runs_once_and_reports_a_failure(stand_in, tmp_path, monkeypatch, capsys
     assert len(json.loads((tmp_path / "out/sweep.json").read_text())) == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path, monkeypatch):
     argv = [*TINY, f"--out={tmp_path}/out", "--variants=baseline"]
     assert run_sweep(monkeypatch, *argv, "--max_iters=1") == 0
@@ -258,6 +259,7 @@ def test_resumes_what_lacks_an_export_or_steps(stand_in, tmp_path, monkeypatch):
         assert json.loads(last)["went_on"]
 
 
+@pytest.mark.slow
 def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--variants=baseline,internal,all,final", f"--out={tmp_path}/out"]
     no_room = ["--max_iters=1", "--gate_start=1", "--gate_end=1"]  # for a gate: nothing runs

@@ -269,7 +269,7 @@ FAKE = dict(calibration="mean_scale", anchor_target="batch", gate_schedule="sequ
 @pytest.mark.parametrize(
     ("norm", "taper", "accumulated", "more"),
     [
-        ("layernorm", "internal", 2, {}),
+        pytest.param("layernorm", "internal", 2, {}, marks=pytest.mark.slow),
         ("layernorm", "internal", 2, {**FAKE, "mask_end": True, "grad_checkpoint": True}),
         pytest.param("rmsnorm", "all", 1, {}, marks=pytest.mark.slow),
         pytest.param("cbwc", "none", 1, {}, marks=pytest.mark.slow),
