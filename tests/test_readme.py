@@ -18,6 +18,7 @@ from test_init_from import hf_folder
 from bench import Bench
 from config import Config
 from data import held_out
+from data.openwebtext import prepare as openwebtext
 from nanonorm.cli import parse
 from nanonorm.files import ROOT
 from sample import Sample
@@ -37,6 +38,7 @@ COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split(
 KNOBS = {
     "bench.py": Bench,
     "data/held_out.py": held_out.Knobs,
+    "data/openwebtext/prepare.py": openwebtext.Knobs,
     "sample.py": Sample,
     "scripts/convert.py": Convert,
     "scripts/evaluate.py": Evaluate,
