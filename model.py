@@ -138,7 +138,7 @@ class ModelConfig:
                 raise ModelError(f"{name}={getattr(self, name)} {needs}")
         for name, value in NO_ANCHOR.items():
             if getattr(self, name) != value and not self.aux_weight:
-                raise ModelError(f"{name}={getattr(self, name)} needs aux_weight above 0, as 0.1")
+                raise ModelError(f"{name}={getattr(self, name)} needs aux_weight above 0, such as 0.1")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
 

@@ -286,9 +286,10 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
     what the run needs."""
     cfg = start.settings
-    if cfg.mask_end and corpus.get("end_token_id") is None:
-        lacks = f"mask_end=True needs end_token_id, which {data_folder / 'meta.json'} lacks"
-        raise BadInput(f"{lacks}; prepare the corpus again, or leave mask_end out")
+    needs_end = {"mask_end": cfg.mask_end, "anchor_target": cfg.anchor_target == "batch"}
+    for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
+        lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
+        raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
         raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)

@@ -118,7 +118,9 @@ class Config(ModelKnobs):
         last = max(drops(self, gate_sites(self))) if one_by_one else self.max_iters
         if one_by_one and self.gate_end not in (None, last):
             said = f"gate_end={self.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
-            raise BadInput(f"{said}; leave it out")
+            raise BadInput(f"{said}; leave it out, or set gate_end=None")
+        if one_by_one and last <= self.gate_start:
+            raise BadInput(f"gate_gaps={self.gate_gaps} takes every norm at step {last}; make one larger")
         if one_by_one and last > self.max_iters:
             said = f"by gate_gaps={self.gate_gaps} the last norm goes at step {last}"
             raise BadInput(f"{said}, beyond max_iters={self.max_iters}; make them smaller, or the run longer")
@@ -175,9 +177,13 @@ class Config(ModelKnobs):
 
     def remarks(self) -> list[str]:
         """What someone who sets these knobs should know."""
+        notes = []
         if self.norm == "cbwc" and self.dropout:
-            return ["cbwc with dropout is not LayerNorm: dropout gives the stream a mean again"]
-        return []
+            notes.append("cbwc with dropout is not LayerNorm: dropout gives the stream a mean again")
+        if self.gate_schedule == "sequential" and self.calibration == "least_squares":
+            fixed = "least_squares fixes c and weight_tilde at gate_start, however late a norm goes"
+            notes.append(f"{fixed}; with calibration=mean_scale they follow until then")
+        return notes
 
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs

@@ -4,7 +4,8 @@
 # Code is submarat/removing-layer-norm on GitHub at 583a9e6 (FakeLN): its config.py, and what its train.py
 # leaves to Hugging Face's defaults. Paper is TaperNorm, arXiv 2602.10408, Appendix D: it has the steps, the
 # windows of the taper and lambda, says that the learning rates are FakeLN's, and no more. So all four
-# protocols of a size share what is here, and a comparison of them is one of the removal alone.
+# protocols of a size share what is here, and a comparison of them is one of the removal alone; but for L,
+# whose warmup is 15 steps in Code and 30 in Paper.
 # What neither settles, and how it is here:
 # - where the cosine ends: at max_iters for S and M, at 1200 for L and XL, as in Code, for every protocol
 # - the scale loss in vanilla: none, it is the plain continuation
@@ -14,7 +15,8 @@
 #   scale in the middle blocks is 10 to 40 times that of the others
 # - end of text: an input, never a target (Code); all positions count in the scale loss, but FakeLN's target
 #   leaves out position 0 and end of text
-# - gamma does not decay; the first learning rate is peak / (warmup_iters + 1) (Code: it decays; 0)
+# - weight decay: none of gamma (Code decays FakeLN's)
+# - the first step's learning rate: peak / (warmup_iters + 1) (Code: 0)
 # - windows are drawn at random from one stream of tokens (Code: fixed blocks, in a random order)
 # The corpus, about 9 G tokens: python data/openwebtext/prepare.py
 

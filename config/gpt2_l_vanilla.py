@@ -1,5 +1,4 @@
-# GPT-2 Large (36 blocks, 774 M parameters) fine-tuned with its norms. Code: gpt2-large_aux, on 180 GB; with
-# --batch_size=14 --gradient_accumulation_steps=36 on 80 GB a step has the same 504 windows.
+# GPT-2 Large (36 blocks, 774 M parameters) fine-tuned with its norms. Code: gpt2-large_aux, on 180 GB.
 from config.gpt2 import *
 
 out_dir = "out/gpt2_l_vanilla"
@@ -7,6 +6,7 @@ init_from = "gpt2-large"
 
 batch_size = 28  # Code
 gradient_accumulation_steps = 18  # Code: 18 * 28 * 1024 = 516,096 tokens a step
+grad_checkpoint = True  # for 80 GB, as XL; never tried there
 max_iters = 600  # Paper, and the published checkpoint: 310 M tokens
 learning_rate = 3e-4  # Code
 min_lr = 4e-5  # Code

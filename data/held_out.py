@@ -56,7 +56,7 @@ WAY_OUT = "give local text with --text=FILE"
 class Knobs:
     set: Literal[*SETS] | None = None  # which of the recipe's sets
     text: str | None = None  # local file of documents, in place of --set
-    tokenizer: str | None = None  # file, folder or hub id; None: gpt2, or that of --corpus
+    tokenizer: str | None = None  # file, folder or hub id; None: gpt2, or with --set that of --corpus
     corpus: str | None = None  # prepared OpenWebText; None: data/openwebtext, or the hub if that is missing
     block_size: Count = 1024  # tokens of a block of the recipe's sets
     records: Count = 10_000  # of the Pile sets, from the first on
@@ -167,11 +167,15 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
+    knobs, explicit, words = parse(Knobs, sys.argv[1:], usage=__doc__)
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
     if (knobs.set is None) == (knobs.text is None):
         raise BadInput(f"give either --set, one of {', '.join(SETS)}, or --text=FILE")
+    reads = {None: set(), "openwebtext": {"corpus", "block_size"}}.get(knobs.set, {"block_size", "records"})
+    for name in sorted(explicit & {"corpus", "block_size", "records"} - reads):
+        source = "--text" if knobs.set is None else f"--set={knobs.set}"
+        raise BadInput(f"{source} does not read --{name}; leave it out")
     if not knobs.out_dir:
         raise BadInput("name the folder to write: --out_dir=data/NAME")
     make = local if knobs.set is None else openwebtext if knobs.set == "openwebtext" else pile

@@ -4,7 +4,8 @@ In GPT-2 the residual stream of position 0 is tens of times as large as the othe
 c* weights each token by |hbar gamma|^2, so that one token can drag it down for all others; FakeLN's 1/mean of
 sigma hardly moves. For every norm of the stream this measures both, on held-out text and with the
 checkpoint's own gains, with position 0 and without, each times the mean sigma of the other positions: 1 where
-the scaling has their size. Below 1 c* lies anyway, as far as sigma varies; "skip first" shows how far.
+the scaling has their size. It is below 1 in any case, for
+sigma varies; "skip first" shows by how much.
 """
 
 from contextlib import ExitStack

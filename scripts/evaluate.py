@@ -13,7 +13,7 @@ block is predicted from those before it in the block: T - 1 targets. (`val/loss`
 first token too, from the block before.) No begin token is added, nothing is masked between documents. Means
 are in nats a token; "no end" leaves the targets out that are the end-of-text token. A loss is kept for every
 token and summed in their order, in float64, so the batch size is of no account. The gap is to --vanilla, or
-to the first PATH.
+to the first PATH; "its gap" is the paper's, to its vanilla, and stands only beside a whole set.
 
 --calibration prints, instead of losses, what position 0 does to c (scripts/calibration.py).
 
@@ -182,7 +182,8 @@ def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla:
     row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
     row["bits_per_byte"] = text.bits_per_byte(row["ce"])
     row["gap"] = row["ce"] - vanilla.setdefault(text.name, row["ce"])
-    place, of_set = row_of(network.title, network.layers, network.width), text.manifest.set
+    place = row_of(network.title, network.layers, network.width)
+    of_set = text.manifest.set if k.blocks is None else None
     row["paper"] = paper_says(place, of_set, T)
     of_vanilla = None if place is None else paper_says((place[0], "vanilla"), of_set, T)
     row["paper_gap"] = None if row["paper"] is None else row["paper"] - of_vanilla
@@ -262,6 +263,8 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     for name, path, kind in (("out", k.out, ".json"), ("figure", k.figure, ".png")):
         if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
             raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+    if k.calibration and (k.within or k.dtype == "bfloat16"):
+        raise BadInput("--calibration has no losses to hold to --within, and computes in float32 or float64")
     if k.figure and not (k.calibration and len(names) == len(k.data) == 1):
         raise BadInput("--figure draws --calibration of one network on one text")
     if k.figure:
@@ -333,6 +336,8 @@ def main(argv: list[str]):
         with atomic_write(k.out, "w") as f:
             f.write(json.dumps(report) + "\n")
     print(json.dumps(report))
+    if k.within and not any(row["paper"] for row in rows):
+        say("--within had nothing to compare: the paper has no figure of these networks on these texts")
     far = [row for row in rows if k.within and row.get("paper") and abs(row["ce"] - row["paper"]) > k.within]
     if far:
         row = far[0]

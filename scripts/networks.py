@@ -1,5 +1,6 @@
 """Any causal language model as ids -> logits: ours, an export of ours, or what only transformers reads."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch.nn as nn
 
 from model import Transformer
 from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.files import json_object
 from nanonorm.hub import find, is_pretrained, read_config, read_pretrained
 from nanonorm.run import open_model
 from scripts.exports import needed_transformers
@@ -75,6 +77,9 @@ def read_export(folder: Path) -> dict:
     except ImportError:
         raise BadInput("a Hugging Face folder needs safetensors: pip install safetensors") from None
     network, weights = read_config(folder).get("network"), folder / "model.safetensors"
+    meta = {}
+    with suppress(OSError, ValueError):  # it names the tokens that the run was trained on
+        meta = {"corpus": json_object((folder / "nanonorm.json").read_bytes()).get("corpus") or {}}
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as e:
@@ -82,7 +87,7 @@ def read_export(folder: Path) -> dict:
     state = {tensor.removeprefix("net."): t for tensor, t in tensors.items()}
     if not isinstance(network, dict) or "tok_emb.weight" not in state:
         raise BadFile(f"{folder} is not whole: it lacks its network's settings or weights; export it again")
-    return {"config": network, "state": state, "meta": {}}
+    return {"config": network, "state": state, "meta": meta}
 
 
 def by_transformers(name: str, path: Path, reason: str) -> Network:

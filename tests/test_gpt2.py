@@ -140,7 +140,7 @@ def test_what_the_protocols_of_a_size_share(size):
         assert c.warmup_iters == (TAPERNORM[size][1] if protocol in ("internal", "all") else warmup)
         assert (c.beta1, c.beta2, c.weight_decay, c.grad_clip) == (0.9, 0.999, 0.01, 1.0)
         assert (c.dropout, c.mask_end, c.dtype, c.ema_rate) == (0.1, True, "bfloat16", 0.1)
-        assert c.grad_checkpoint == (size == "xl")
+        assert c.grad_checkpoint == (size in ("l", "xl"))
         assert c.model_config(50257).norm == "layernorm"
     assert settings(f"gpt2_{size}_vanilla").taper == "none"
 
