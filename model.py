@@ -670,6 +670,16 @@ class Transformer(nn.Module):
 
     def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
         """idx, targets: (B, T) token ids. Returns logits (B, T, V), with last_only (B, 1, V); or Losses."""
+        x = self.stream(idx, cache)
+        if targets is None:
+            x = x[:, -1:] if last_only else x
+            return F.linear(self.norm_final(x, self.gate), *self.head())
+        left_out = self.end_token if self.mask_end and self.training else None
+        ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets, left_out)
+        return self.losses(x, ce, idx)
+
+    def stream(self, idx, cache: KVCache | None = None):
+        """The final norm's input. (B, T) token ids -> (B, T, D)"""
         T = idx.shape[1]
         rows, mask = slice(T), None
         if cache is not None:
@@ -684,11 +694,11 @@ class Transformer(nn.Module):
             x = recomputed(block, *context) if repeats else block(*context)
         if cache is not None:
             cache.pos += T
-        if targets is None:
-            x = x[:, -1:] if last_only else x
-            return F.linear(self.norm_final(x, self.gate), *self.head())
-        left_out = self.end_token if self.mask_end and self.training else None
-        ce = head_loss(self.norm_final(x, self.gate), *self.head(), targets, left_out)
+        return x
+
+    def losses(self, x, ce, idx) -> Losses:
+        """Of a batch, with the scale loss. x: the final norm's input (B, T, D); ce: what its output costs;
+        idx: (B, T), the tokens that x comes from."""
         scale_loss = None if self.anchor is None else self.anchor(x, idx, self.end_token)
         if scale_loss is None:
             return Losses(ce, ce.detach(), torch.zeros_like(ce), x.detach())
@@ -829,8 +839,8 @@ def config_of(file: dict, path) -> ModelConfig:
         config = ModelConfig(**file["config"])
     except (TypeError, ModelError) as e:
         raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
-    table = (config.vocab_size, config.n_embd)
-    if config.n_layer > len(file["state"]) or file["state"]["tok_emb.weight"].shape != table:
+    table, theirs = (config.vocab_size, config.n_embd), file["state"].get("tok_emb.weight")
+    if config.n_layer > len(file["state"]) or theirs is None or theirs.shape != table:
         raise ModelError(f"{path} does not fit its config: other shapes")  # before they are made
     return config
 

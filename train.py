@@ -21,22 +21,22 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
 import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from begin import change_of, distance_of, make_trained, origin_of
 from config import Config
-from data import is_text_of, open_corpus, prepare_if_missing, refuse_other_tokens
+from data import open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
-from model import NO_TAPER, Transformer, begun_from, config_of, export, exports
+from model import Transformer, export, exports
 from nanonorm.cli import parse
-from nanonorm.divergence import divergence
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.distill import Distilled
+from nanonorm.errors import one_line_errors
 from nanonorm.files import ROOT, write_file
 from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
 from nanonorm.nonfinite import first_nonfinite
@@ -47,9 +47,9 @@ from nanonorm.schedules import drops, gate_at, lr_at, phase_at
 
 
 @torch.no_grad()
-def validate(model, tokens, cfg, device, autocast, ranks: Ranks) -> float:
-    """Mean cross-entropy, nats per token, over the whole split in order, every token but the first
-    predicted once."""
+def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of: str = "ce") -> float:
+    """Mean cross-entropy, or another of the losses, nats per token, over the whole split in order, every
+    token but the first predicted once."""
     T, n = cfg.block_size, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
@@ -58,8 +58,8 @@ def validate(model, tokens, cfg, device, autocast, ranks: Ranks) -> float:
     total = torch.zeros((), dtype=widest_float(device), device=device)
     for first, length in batches[ranks.rank :: ranks.size]:
         with autocast:
-            ce = model(*windows(tokens, first, length, device)).ce
-        total += ce.to(total.dtype) * (len(first) * length)
+            loss = getattr(model(*windows(tokens, first, length, device)), of)
+        total += loss.to(total.dtype) * (len(first) * length)
     ranks.sum(total)
     return total.item() / n
 
@@ -224,8 +224,8 @@ def mean_gate(model: Transformer) -> float:
 
 
 KINDS = {  # of weights -> what their names match
-    "qkv": r"attn\.qkv\.weight", "proj": r"attn\.proj\.weight", "gate_up": r"mlp\.(gate_)?up\.weight",
-    "down": r"mlp\.down\.weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
+    "qkv": r"attn\.qkv.*weight", "proj": r"attn\.proj.*weight", "gate_up": r"mlp\.(gate_)?up.*weight",
+    "down": r"mlp\.down.*weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
 }  # fmt: skip
 
 
@@ -271,6 +271,8 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     model.eval()
     loss, norms = validate(model, *rest), model.taper_norms()
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
+    if isinstance(model, Distilled):
+        line["val/kl"] = validate(model, *rest, of="kl")
     if norms:
         nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
         line["val/loss_gated"] = validate(model, *rest)
@@ -282,46 +284,14 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
 # a run
 
 
-def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
-    """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
-    what the run needs."""
-    cfg = start.settings
-    needs_end = {"mask_end": cfg.mask_end, "anchor_target": cfg.anchor_target == "batch"}
-    for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
-        lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
-        raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
-    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
-        below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
-        raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
-    config = cfg.model_config(corpus["vocab_size"])
-    torch.manual_seed(cfg.seed)
-    if start.file is None:
-        return Transformer(config)
-    if start.given is not None:
-        refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
-        return begun_from(start.file, config, start.given)
-    model = Transformer.from_file(start.file, start.source)
-    if model.config != config or not is_text_of(corpus, model.meta.get("corpus", {})):
-        began = f"is not the corpus that the run in {cfg.out_dir} began with"
-        raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")
-    return model
-
-
-def change_of(model: Transformer, start: Beginning, val_tokens) -> str:
-    """In words, how far a network begun with another norm is from the one it was begun from."""
-    base = config_of(start.file, start.given)
-    untapered = replace(base, form="trained", **NO_TAPER, block_size=model.config.block_size)
-    before = begun_from(start.file, untapered, start.given).to(model.tok_emb.weight.dtype)
-    x, y = few_windows(val_tokens, model.config)
-    found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
-    norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"
-    return f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"
-
-
-def export_all(model: Transformer, folder: RunFolder, val_tokens, meta: dict):
+def export_all(model: Transformer | Distilled, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
     model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
     sample, _ = few_windows(val_tokens, model.config)
+    if isinstance(model, Distilled):
+        model, meta["merge_error"] = model.plain()
+        if meta["merge_error"]:
+            print(f"adapters merged: at most {meta['merge_error']:.1e} of a layer's output off, in float64")
     proofs, paths = [], []
     for name, form in exports(model.config).items():
         exported, errors = export(model, form, sample)
@@ -351,14 +321,15 @@ def main(held: ExitStack):
     data_folder = ROOT / "data" / cfg.dataset
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    model = make_model(start, corpus, data_folder).to(torch.promote_types(dtype, torch.float32))
-    model.end_token = corpus.get("end_token_id")
+    model = make_trained(start, corpus, data_folder, dtype)
     notes = cfg.remarks()
-    if ranks.main and start.given is not None and cfg.norm != config_of(start.file, start.given).norm:
-        notes.append(change_of(model, start, torch.from_numpy(val_tokens)))
+    if ranks.main:
+        notes += change_of(model, start, torch.from_numpy(val_tokens))
     train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
     model.to(device).train()
     step = Step(model, cfg, device, dtype, ranks)
+    if ranks.main:
+        notes += distance_of(model, start, val_tokens, device, step.autocast)
     if start.source is not None:
         step.restore(start)
     start.file = progress.totals = None  # frees the copies
@@ -368,10 +339,7 @@ def main(held: ExitStack):
     folder.claim(held)
     code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks.size}
     code |= {"rotary angles": ROTARY_ANGLES} if cfg.positions == "rope" else {}
-    names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source")
-    origin = {"corpus": {k: corpus[k] for k in names} | {"tokenizer": corpus["tokenizer"]}, "versions": code}
-    if "base" in model.meta:
-        origin["base"] = model.meta["base"]
+    origin = origin_of(model, corpus, code)
 
     def checkpoint():
         step.gather_totals()

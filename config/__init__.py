@@ -12,7 +12,7 @@ from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of, gate_sites, phase
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
 from nanonorm.schedules import drops
-from nanonorm.typed import Count, NonNegative, Range, Whole, Wholes, hints
+from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 
 def model_knobs() -> type:
@@ -31,6 +31,8 @@ def model_knobs() -> type:
 
 
 ModelKnobs = model_knobs()
+Projection = Literal["qkv", "proj", "gate_up", "up", "down", "tok_emb", "lm_head"]  # the last two are refused
+Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
 
 
 @dataclass
@@ -68,6 +70,14 @@ class Config(ModelKnobs):
     gate_end: Count | None = None  # step from which the gate is 0; None: max_iters, or as gate_gaps say
     gate_schedule: Literal["cosine", "linear", "sequential"] = "cosine"  # all gates alike, or site by site
     gate_gaps: Wholes | None = None  # sequential: steps between MLPs' norms, attentions' (q, k), their values
+    # a teacher, and adapters
+    teacher: str | None = None  # weights to learn from: a run, a file, a Hugging Face folder, a hub id
+    kl_weight: NonNegative = 1.0  # of KL(teacher || student), at temperature 1
+    ce_weight: NonNegative = 0.0  # of the cross-entropy; both are read with a teacher alone
+    adapter: Literal["none", "lora", "dora"] = "none"  # what trains in place of the weights (needs peft)
+    adapter_rank: Count = 64  # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
+    adapter_alpha: Positive | None = None  # what adapters add is times alpha / r; None: twice the rank
+    adapter_targets: Projections | None = None  # layers of a block that carry adapters; None: all
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
@@ -101,6 +111,7 @@ class Config(ModelKnobs):
             if not self.gate_start < self.gate_end <= self.max_iters:
                 steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
                 raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}")
+        self.resolve_distillation()
         return self
 
     def resolve_gates(self):
@@ -126,6 +137,26 @@ class Config(ModelKnobs):
             raise BadInput(f"{said}, beyond max_iters={self.max_iters}; make them smaller, or the run longer")
         if self.gate_end is None:
             self.gate_end = last
+
+    def resolve_distillation(self):
+        """Fill in adapter_alpha. Raises: BadInput for a teacher or adapters that make no sense."""
+        if self.adapter != "none" and self.adapter_alpha is None:
+            self.adapter_alpha = 2.0 * self.adapter_rank
+        if self.teacher is not None and not self.kl_weight and not self.ce_weight:
+            raise BadInput("kl_weight=0 and ce_weight=0 leave nothing to learn; set one of them")
+        if self.teacher is not None and self.mask_end:
+            raise BadInput("mask_end=True is not for a student, which learns from every token; leave it out")
+        if self.adapter == "none":
+            return
+        if self.teacher is None:
+            needs = "needs teacher=PATH: the weights that it adapts, and that a checkpoint leaves out"
+            raise BadInput(f"adapter={self.adapter} {needs}")
+        if self.norm == "cbwc":
+            centred = "centres the matrices that carry adapters, which would not merge"
+            raise BadInput(f"norm=cbwc {centred}; use adapter=none, or norm=layernorm")
+        if self.calibration == "mean_scale":
+            reads = "reads qkv in parts, beside its adapter; use calibration=least_squares, or adapter=none"
+            raise BadInput(f"calibration=mean_scale {reads}")
 
     def model_config(self, vocab_size: int | None = None) -> ModelConfig:
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""
@@ -203,8 +234,9 @@ class Config(ModelKnobs):
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding.
 FREE_ON_RESUME = {
-    "out_dir", "init_from", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype", "compile",
-    "cuda_graph", "grad_checkpoint", "backend", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name",
+    "out_dir", "init_from", "teacher", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype",
+    "compile", "cuda_graph", "grad_checkpoint", "backend", "wandb_log", "wandb_mode", "wandb_project",
+    "wandb_run_name",
 }  # fmt: skip
 
 # Of the architecture, a run that starts from given weights may set these anew.
@@ -221,5 +253,6 @@ LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many o
 KNOBS_ADDED_LATER = {
     "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
     "dropout", "taper_qk", "calibration", "anchor_target", "anchor_unit", "mask_end", "gate_schedule",
-    "gate_gaps", "grad_checkpoint",
+    "gate_gaps", "grad_checkpoint", "teacher", "kl_weight", "ce_weight", "adapter", "adapter_rank",
+    "adapter_alpha", "adapter_targets",
 }  # fmt: skip

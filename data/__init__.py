@@ -174,7 +174,11 @@ class HeldOut(Record):
 # a corpus
 
 # What is never fetched unasked: train.py names the command instead.
-LARGE = {"openwebtext": "takes 54 GB for the hub's cache and 18 GB for the tokens"}
+LARGE = {
+    "openwebtext": "takes 54 GB for the hub's cache and 18 GB for the tokens",
+    "fineweb_edu": "streams 10 billion tokens of text and takes 20 GB",
+    "nemotron": "needs the tokenizer of the checkpoint that is to be distilled",
+}
 
 
 def corpora() -> list[str]:

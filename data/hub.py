@@ -23,12 +23,14 @@ def brief(e: Exception) -> str:
 class HubSet:
     """A data set of the hub, at the revision that the hub names now, or at a given one.
 
-    way_out: what a user does who has no hub, as an error says it: "give local files with --text=...".
+    way_out: what a user does who has no hub, as an error says it: "give local files with --text=...". subset:
+    of a data set that has several.
     Raises: BadInput, in the constructor if the hub does not answer, later if it is lost.
     """
 
-    def __init__(self, name: str, way_out: str, revision: str | None = None):
+    def __init__(self, name: str, way_out: str, revision: str | None = None, subset: str | None = None):
         self.name, self.way_out = name, way_out
+        self.which = (name,) if subset is None else (name, subset)
         try:
             import datasets
             import huggingface_hub
@@ -57,7 +59,7 @@ class HubSet:
         """Stream the rows of a split."""
         try:
             yield from self.package.load_dataset(
-                self.name, split=split, revision=self.revision, streaming=True
+                *self.which, split=split, revision=self.revision, streaming=True
             )
         except Exception as e:  # as in the constructor
             raise self.lost(e) from None
@@ -65,7 +67,7 @@ class HubSet:
     def whole(self, split: str):
         """Fetch all of a split into the hub client's cache. Returns: a datasets.Dataset."""
         try:
-            return self.package.load_dataset(self.name, split=split, revision=self.revision)
+            return self.package.load_dataset(*self.which, split=split, revision=self.revision)
         except Exception as e:
             raise self.lost(e) from None
 

@@ -314,8 +314,9 @@ def default_template(value) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def render(template: str, name: str, **values) -> str:
-    """The text of a conversation in a chat template, which is a stranger's program: it runs in a sandbox.
+def render(template: str, name: str, reply: bool = True, **values) -> str:
+    """The text of a conversation in a chat template, up to where a reply begins, or all of it and no more. A
+    template is a stranger's program: it runs in a sandbox.
 
     Raises: BadInput for a template that fails, or refuses the messages.
     """
@@ -339,7 +340,7 @@ def render(template: str, name: str, **values) -> str:
     jinja.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     with failing_as(f"leave out --chat: the chat template of {name} fails"):
         asked = jinja.from_string(template)
-        return asked.render(tools=None, documents=None, add_generation_prompt=True, **values)
+        return asked.render(tools=None, documents=None, add_generation_prompt=reply, **values)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

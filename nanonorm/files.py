@@ -158,8 +158,9 @@ def json_object(text: str | bytes) -> dict:
     return found
 
 
-def read_file(path) -> dict:
-    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it.
+def read_file(path, whole: bool = True) -> dict:
+    """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. `whole`
+    refuses a checkpoint of adapters alone.
 
     torch.save writes a CRC-32 of every tensor, which torch.load does not look at; this does.
     Raises: BadFile, or another ModelError for a file of another format.
@@ -194,8 +195,11 @@ def read_file(path) -> dict:
             f"{path} is of format {str(version)[:20]}, and this version reads format {FORMAT}; "
             "use the version that wrote it"
         )
+    if whole and "adapters" in file:
+        remedy = "give the export of the finished run, or go on with the run"
+        raise ModelError(f"{path} holds adapters without the network that they are for; {remedy}")
     wrong = [name for name, t in file["state"].items() if not is_plain(t)]
-    if wrong or "tok_emb.weight" not in file["state"]:
+    if wrong or ("tok_emb.weight" not in file["state"] and "adapters" not in file):
         name = (wrong or ["tok_emb.weight"])[0]
         raise BadFile(f"{path} is not a model file of this project: its state has no float tensor {name}")
     return file

@@ -88,7 +88,7 @@ class RanWith(Record):
 
 def read_checkpoint(path: Path, settings: type) -> dict:
     """What a ckpt.pt holds, its `run` as an instance of `settings`. Raises: BadFile."""
-    file = read_file(path)
+    file = read_file(path, whole=False)
     for part in ("run", "optimizer", "progress"):
         if not isinstance(file.get(part), dict):
             raise BadFile(f"{path} is not a training checkpoint: it has no {part}")

@@ -54,16 +54,26 @@ def has_shift(c: Config) -> bool:
     return c.norm in ("layernorm", "cbwc")
 
 
+def has_teacher(c: Config) -> bool:
+    return c.teacher is not None
+
+
+def has_adapters(c: Config) -> bool:
+    return c.adapter != "none"
+
+
 # Knobs that only some runs read; set anywhere else they would repeat the same run under another name
 READ_BY = {
     "gate_start": has_gate, "gate_end": has_gate, "ema_rate": has_gate, "calib_skip_first": tapers,
     "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
     "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
     "coupled_from_layer": is_coupled, "norm_bias": has_shift,
+    "kl_weight": has_teacher, "ce_weight": has_teacher, "adapter_rank": has_adapters,
+    "adapter_alpha": has_adapters, "adapter_targets": has_adapters,
 }  # fmt: skip
 
 # Knobs in which two records of the same run may differ
-NOT_THE_RUN = FREE_ON_RESUME - {"device", "dtype", "compile", "cuda_graph"}
+NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_graph"}
 
 
 def is_read(knob: str, config: Config) -> bool:

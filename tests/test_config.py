@@ -68,6 +68,7 @@ def test_every_knob_has_a_type_a_comment_and_a_place_in_help(capsys):
 COMMANDS = {
     "sample": "Sample", "bench": "Bench", "data.stdlib.prepare": "Knobs", "data.tinystories.prepare": "Knobs",
     "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs", "scripts.evaluate": "Evaluate",
+    "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.couple": "Couple",
     "scripts.sweep": "Sweep", "scripts.report": "ReportKnobs", "scripts.figures": "Picture",
     "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
     "scripts.speed.where": "Where", "scripts.gpt2_report": "Knobs",

@@ -14,6 +14,8 @@ import train
 from config import Config
 from data.sampling import train_batch
 from model import Transformer
+from nanonorm.adapters import put_on
+from nanonorm.distill import Distilled
 from nanonorm.ranks import Ranks
 
 META = torch.device("meta")
@@ -182,3 +184,20 @@ def test_a_fault_is_caught(fault):
     plant, words = FAULTS[fault]
     with pytest.raises(AssertionError, match=words):
         rehearse("rmsnorm-all-aux", "blend", 2, plant)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_step_of_distillation_meets_no_host(kind):
+    """As of any other network: the teacher's pass, the adapters, and the loss in pieces."""
+    pytest.importorskip("peft")
+    cfg = Config(**KNOBS, teacher="x", adapter=kind).resolve()
+    student, teacher = (Transformer(tiny_config(norm)).to(META) for norm in ("coupled", "rmsnorm"))
+    put_on(student, kind, 4, 8.0)
+    model = Distilled(student, teacher, {}).train()
+    step = train.Step(model, cfg, META, torch.float32, Ranks())
+    tokens = torch.empty(500, dtype=torch.int16, device=META)
+    x, y = (t[None] for t in train_batch(tokens, cfg, 0, 0, META))
+    with OnlyMeta():
+        step.at(0)
+        step(x, y)
+    assert all(".lora_" in name for name in step.trained)

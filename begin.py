@@ -1,0 +1,137 @@
+"""What a run trains: new weights, those of a file, or a student beside its teacher; and, in words, how far
+that is from what it began with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from data import is_text_of, refuse_other_tokens
+from data.sampling import few_windows
+from model import NO_ANCHOR, NO_TAPER, Transformer, begun_from, config_of, phase_and_gates
+from nanonorm.adapters import load_adapters, put_on
+from nanonorm.distill import Distilled, fingerprint, share
+from nanonorm.divergence import divergence
+from nanonorm.errors import BadInput
+from nanonorm.run import Beginning, given_weights
+
+
+def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype) -> Transformer | Distilled:
+    """What a step trains, on the CPU: the network, or with a teacher the two. Raises: BadInput."""
+    cfg, wide = start.settings, torch.promote_types(dtype, torch.float32)
+    teacher = make_teacher(start)
+    model = make_model(start, corpus, data_folder)
+    model.end_token = corpus.get("end_token_id")
+    if teacher is None:
+        return model.to(wide)
+    origin = teacher.meta["origin"]
+    if start.source is None and str(start.given) != origin["path"]:
+        refuse_other_tokens(corpus, data_folder, teacher.meta.get("corpus", {}), Path(origin["path"]))
+    if model.config.vocab_size != teacher.config.vocab_size:
+        sizes = f"{model.config.vocab_size} token ids, {cfg.teacher} {teacher.config.vocab_size}"
+        raise BadInput(f"the student has {sizes}; a teacher and its student need the same")
+    narrow = wide
+    if cfg.adapter != "none":  # what is frozen is read in `dtype` alone, so it is kept in that
+        share(model, teacher, f"start it from {cfg.teacher}, or from what scripts/couple.py made of that")
+        narrow = dtype
+    for network in (model, teacher):
+        network._apply(lambda t: t.to(narrow if t.dim() >= 2 else wide))
+    if cfg.adapter != "none":
+        torch.manual_seed(cfg.seed)
+        put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
+        if start.source is not None:
+            load_adapters(model, start.file.get("adapters"), start.source)
+    return Distilled(model, teacher, origin, cfg.ce_weight, cfg.kl_weight)
+
+
+def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
+    """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
+    what the run needs."""
+    cfg = start.settings
+    needs_end = {"mask_end": cfg.mask_end, "anchor_target": cfg.anchor_target == "batch"}
+    for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
+        lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
+        raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
+    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
+        below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
+        raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
+    config = cfg.model_config(corpus["vocab_size"])
+    torch.manual_seed(cfg.seed)
+    if start.file is None:
+        return Transformer(config)
+    if start.given is not None:
+        refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
+        return begun_from(start.file, config, start.given)
+    model = Transformer.from_file(start.file, start.source)
+    if model.config != config or not is_text_of(corpus, model.meta.get("corpus", {})):
+        began = f"is not the corpus that the run in {cfg.out_dir} began with"
+        raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")
+    return model
+
+
+def make_teacher(start: Beginning) -> Transformer | None:
+    """The network to learn from, if there is one, in its file's type; a checkpoint of adapters gets the
+    tensors that it left out. Raises: BadInput."""
+    cfg = start.settings
+    if cfg.teacher is None:
+        return None
+    file, path = given_weights(cfg.teacher)
+    base, (phase, _) = config_of(file, path), phase_and_gates(file, path)
+    as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
+    if not as_trained or (base.taper != "none" and phase != "norm"):
+        raise BadInput(f"{path} is folded or has begun to taper; a teacher is a network with all its norms")
+    if base.block_size < cfg.block_size:
+        raise BadInput(f"block_size={cfg.block_size} is longer than the {base.block_size} of {path}")
+    teacher = untapered(file, path, cfg.block_size)
+    teacher.meta["origin"] = origin = {"path": str(path), "sha256": fingerprint(file["state"])}
+    if start.source is not None:
+        recorded = start.file["meta"].get("teacher")
+        if not isinstance(recorded, dict) or recorded.get("sha256") != origin["sha256"]:
+            began = f"is not the teacher that the run in {cfg.out_dir} began with"
+            raise BadInput(f"{path} {began}; name that one with --teacher=")
+        if "adapters" in start.file:
+            start.file["state"] = teacher.state_dict() | start.file["state"]
+    return teacher
+
+
+def untapered(file: dict, path, block_size: int) -> Transformer:
+    """The network of a file with its plain norms, and a context of `block_size` at most its own."""
+    plain = {"form": "trained", **NO_TAPER, **NO_ANCHOR}
+    return begun_from(file, replace(config_of(file, path), **plain, block_size=block_size), path)
+
+
+def origin_of(model: Transformer | Distilled, corpus: dict, code: dict) -> dict:
+    """What a run's files say of where they come from: the text, the versions, and what the weights were."""
+    names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source", "tokenizer")
+    of_weights = {"base": model.meta["base"]} if "base" in model.meta else {}
+    return {"corpus": {name: corpus[name] for name in names}, "versions": code, **of_weights}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# in words
+
+
+def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
+    """How far a network begun with another norm is from the one it was begun from; nothing of any other."""
+    if start.given is None or start.settings.teacher is not None:
+        return []
+    base = config_of(start.file, start.given)
+    if model.config.norm == base.norm:
+        return []
+    before = untapered(start.file, start.given, model.config.block_size).to(model.tok_emb.weight.dtype)
+    x, y = few_windows(val_tokens, model.config)
+    found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
+    norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"
+    return [f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]
+
+
+def distance_of(model: Transformer | Distilled, start: Beginning, val_tokens, device, autocast) -> list[str]:
+    """How far a student that begins is from its teacher; nothing of any other network."""
+    if start.settings.teacher is None or start.source is not None:
+        return []
+    x, y = (t.to(device) for t in few_windows(val_tokens, model.config))
+    model.eval()
+    with autocast:
+        found = divergence(model.teacher, model, zip(x.split(1), y.split(1), strict=True))
+    model.train()
+    return [f"from teacher to student: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]

@@ -1,0 +1,72 @@
+"""FineWeb-Edu, its sample of 10 billion tokens (Penedo et al. 2024), or local text, in GPT-2's tokens.
+
+    python data/fineweb_edu/prepare.py [--tokenizer=gpt2] [--out_dir=PATH]
+    python data/fineweb_edu/prepare.py --text=train.txt --val_text=valid.txt [--tokenizer=PATH]
+
+The first streams sample-10BT of HuggingFaceFW/fineweb-edu from the hub and writes 20 GB of tokens, so
+train.py never runs it unasked. Its first documents are the validation split, the others the training split.
+The second reads UTF-8 files in which a line that holds only <|endoftext|> follows every document.
+"""
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from data import prepare
+from data.hub import HubSet
+from data.local import check_files, documents
+from data.tokenizer import open_tokenizer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import hold_folder
+from nanonorm.typed import Count
+
+HUB_NAME, SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
+
+
+@dataclass
+class Knobs:
+    text: str | None = None  # local file of training documents; None: the hub
+    val_text: str | None = None  # local file of validation documents; goes with --text
+    tokenizer: str = "gpt2"  # file, folder or hub id of the tokenizer to use
+    val_documents: Count = 10_000  # of the hub's, at the beginning: about 10 million tokens
+    documents: Count | None = None  # of the hub's, in all; None: all
+    revision: str | None = None  # of the data set; None: the newest
+    out_dir: str | None = None  # folder to write; None: the folder of this file
+
+
+def texts(hub: HubSet, first: int, last: int | None):
+    """Yield some of the hub's documents as parts."""
+    for row in itertools.islice(hub.rows("train"), first, last):
+        yield row["text"], True
+
+
+def main():
+    knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
+    if words:
+        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    if (knobs.text is None) != (knobs.val_text is None):
+        raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
+    check_files(knobs.text, knobs.val_text)
+    n_val, n = knobs.val_documents, knobs.documents
+    if n is not None and n <= n_val:
+        raise BadInput(f"documents={n} leaves none to train on beside val_documents={n_val}; raise it")
+    if knobs.text is None:
+        way_out = "give local files with --text=... --val_text=..."
+        hub = HubSet(HUB_NAME, way_out, knobs.revision, SUBSET)
+    tokenizer = open_tokenizer(knobs.tokenizer)
+    with hold_folder(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
+        if knobs.text is None:
+            streams, source = ((lambda: texts(hub, n_val, n)), (lambda: texts(hub, 0, n_val))), hub.source
+        else:
+            streams = (lambda: documents(knobs.text)), (lambda: documents(knobs.val_text))
+            source = f"{knobs.text} (train) and {knobs.val_text} (val)"
+        prepare(*streams, out_dir, tokenizer.vocab_size, source, tokenizer)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,106 @@
+"""LoRA and DoRA on the projections of a network's blocks, by peft: put on, loaded, merged.
+
+Two of our matrices hold several of the projections that papers adapt one by one. They get the ranks of all
+together, qkv 3 r and gate_up 2 r, and so can become whatever r for each could make of them; never more than
+full rank. alpha / rank is the same for all.
+"""
+
+import copy
+
+import torch
+import torch.nn as nn
+
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.files import check_state, is_plain
+from nanonorm.kernels import upcast
+
+ADAPTER = ".lora_"  # in the names of an adapter's tensors, and in no others
+HELD = {"qkv": 3, "gate_up": 2}  # projections in one matrix
+TOLERANCE = 1e-9  # of the merged layer's output, in float64: two orders of the same sums
+PROOF_TOKENS = 64
+
+
+def adapted(network: nn.Module) -> dict[str, nn.Module]:
+    """Name -> layer, of those that carry an adapter."""
+    return {name: m for name, m in network.named_modules() if hasattr(m, "lora_A")}
+
+
+def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tuple[str, ...] | None = None):
+    """Put adapters of a kind, "lora" or "dora", on layers of every block, in place; the function stays. All
+    but the adapters, which are in float32 or better, takes no gradient any more.
+
+    targets: qkv, proj, gate_up (or up) and down; None: all. Raises: BadInput, ModelError.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise BadInput("adapters need peft: pip install peft") from None
+    linears = {n: m for n, m in network.blocks[0].named_modules() if isinstance(m, nn.Linear)}
+    there = {name.rpartition(".")[2]: name for name in linears}
+    for target in targets or ():
+        if target in ("tok_emb", "lm_head"):
+            tables = "the tables of embeddings and logits carry no adapters: student and teacher share them"
+            raise BadInput(f"{tables}; leave {target} out of adapter_targets")
+        if target not in there:
+            ways = ", ".join(there)
+            raise BadInput(f"adapter_targets={target}: no such layer in a block, which has {ways}")
+    chosen = {there[target]: target for target in targets or there}
+    odd = [name for name in chosen if type(linears[name]) is not nn.Linear]
+    if odd:
+        raise ModelError(f"{odd[0]} is centred in the forward pass and carries no adapter; use another norm")
+    ranks = {n: min(rank * HELD.get(target, 1), *linears[n].weight.shape) for n, target in chosen.items()}
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(chosen),
+        rank_pattern=ranks,
+        alpha_pattern={name: alpha / rank * r for name, r in ranks.items()},
+        use_dora=kind == "dora",
+    )
+    peft.inject_adapter_in_model(config, network.blocks)
+    network.requires_grad_(False)
+    for layer in adapted(network).values():
+        for name, p in layer.named_parameters():
+            if ADAPTER in f".{name}":  # peft makes them in the type of the weights
+                p.data = upcast(p.data)
+                p.requires_grad_()
+        for magnitude in layer.lora_magnitude_vector.values():
+            norms = torch.linalg.vector_norm(upcast(layer.weight), dim=1)
+            magnitude.weight.data.copy_(norms)
+
+
+@torch.no_grad()
+def load_adapters(network: nn.Module, tensors, path):
+    """Give adapters the values in a file. Raises: ModelError if they are another network's."""
+    own = {name: p for name, p in network.named_parameters() if ADAPTER in name}
+    if not isinstance(tensors, dict) or not all(map(is_plain, tensors.values())):
+        raise ModelError(f"{path} is damaged: its adapters are no tensors")
+    check_state(tensors, own, path)
+    for name, p in own.items():
+        p.copy_(tensors[name])
+
+
+@torch.no_grad()
+def merge(network: nn.Module) -> float:
+    """Put adapters into the weights, in place: in float64, cast back once. A DoRA's magnitudes are of rows,
+    and a fold scales columns, so this comes before it.
+
+    Returns: the largest error of a layer in float64, relative to its largest output, on random inputs, which
+    show any difference of two linear maps. Raises: ModelError if that is above TOLERANCE.
+    """
+    worst, rng = 0.0, torch.Generator().manual_seed(0)
+    for name, layer in adapted(network).items():
+        exact, base = copy.deepcopy(layer).cpu().double().eval(), layer.get_base_layer()
+        x = torch.randn(PROOF_TOKENS, exact.in_features, generator=rng, dtype=torch.float64)
+        before = exact(x)
+        exact.merge()
+        after = exact.get_base_layer()(x)
+        error = ((after - before).abs().max() / before.abs().max()).item()
+        if not error <= TOLERANCE:
+            raise ModelError(f"{name} with its adapter merged is off by {error:.1e}; not exported")
+        worst = max(worst, error)
+        linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(exact.get_base_layer().weight.detach().to(base.weight))
+        linear.bias = base.bias
+        network.set_submodule(name, linear)
+    return worst

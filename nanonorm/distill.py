@@ -1,0 +1,204 @@
+"""A network learns from another: the divergence of their predictions in pieces, and the two as one module.
+
+Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanonorm.adapters import ADAPTER, merge
+from nanonorm.errors import BadInput
+from nanonorm.kernels import upcast
+
+PIECE = 1 << 25  # logits of a network held at a time: 128 MiB in float32
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the loss
+
+
+def distill_loss(y, head, taught, teacher_head, targets, ce_weight: float, kl_weight: float):
+    """(ce_weight * cross-entropy + kl_weight * KL(teacher || student), cross-entropy, KL), 0-dim means over
+    tokens in float32 or better, of which the first has a gradient, for the student alone.
+
+    y, taught: what the output heads of student and teacher read, (B, T, D) each, of which D may differ; head,
+    teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T). The temperature is 1.
+    Of the (N, V) logits no more than PIECE are ever held, nor their gradient.
+    """
+    teacher_head = (None if t is None else t.detach() for t in teacher_head)
+    wants = torch.is_grad_enabled()
+    flat, flat_taught = y.flatten(0, 1), taught.detach().flatten(0, 1)
+    weights = (ce_weight, kl_weight)
+    return in_pieces(flat, *head, flat_taught, *teacher_head, targets.flatten(), weights, wants)
+
+
+@torch.compiler.disable  # the pieces would be unrolled into one graph
+def in_pieces(*args):
+    return Distillation.apply(*args)
+
+
+def log_probabilities(y, weight, bias):
+    """log softmax(W y + b). (n, D) -> (n, V), float32 or better."""
+    logits = upcast(F.linear(y, weight, bias))
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+
+class Distillation(torch.autograd.Function):
+    """Each piece's gradient is computed beside its loss, so that its logits need not be made twice."""
+
+    @staticmethod
+    def forward(ctx, y, weight, bias, taught, teacher_weight, teacher_bias, targets, weights, wants):
+        (ce_weight, kl_weight), n, wanted = weights, len(y), ctx.needs_input_grad[:3]
+        wide, sums = torch.promote_types(y.dtype, torch.float32), []
+        grads = [
+            torch.zeros_like(t, dtype=wide) if wants and asked else None
+            for t, asked in zip((y, weight, bias), wanted, strict=True)
+        ]
+        of_y, of_weight, of_bias = grads
+        rows = max(1, PIECE // len(weight))
+        for at in (slice(i, i + rows) for i in range(0, n, rows)):
+            student = log_probabilities(y[at], weight, bias)
+            teacher = log_probabilities(taught[at], teacher_weight, teacher_bias)
+            right = targets[at, None]
+            ce, p = -student.gather(1, right).sum(), teacher.exp()
+            sums.append(torch.stack((ce, teacher.sub_(student).mul_(p).sum())))
+            if not wants:
+                continue
+            of_logits = student.exp_().mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
+            of_logits.scatter_add_(1, right, torch.full_like(right, -ce_weight, dtype=of_logits.dtype))
+            of_logits /= n
+            if of_y is not None:
+                of_y[at] = of_logits.to(weight.dtype) @ weight
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), upcast(y[at]))
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        ctx.save_for_backward(*grads)
+        ctx.types = [None if t is None else t.dtype for t in (y, weight, bias)]
+        ce, kl = (t.clone() for t in torch.stack(sums).sum(0) / n)
+        ctx.mark_non_differentiable(ce, kl)
+        return ce_weight * ce + kl_weight * kl, ce, kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, *_):
+        kept = zip(ctx.saved_tensors, ctx.types, strict=True)
+        return *(None if t is None else (t * grad).to(dtype) for t, dtype in kept), *[None] * 6
+
+
+# ---------------------------------------------------------------------------------------------------------
+# student and teacher
+
+
+class TaughtLosses(NamedTuple):
+    """Of one batch, 0-dim: total = ce + aux is what a step minimizes; ce: the student's cross-entropy; kl: KL
+    to the teacher. stream: the input of the student's final norm (B, T, D), detached."""
+
+    total: torch.Tensor
+    ce: torch.Tensor
+    aux: torch.Tensor
+    stream: torch.Tensor
+    kl: torch.Tensor
+
+
+class Distilled(nn.Module):
+    """A student that learns from a teacher, with the face of the student: what it lacks it asks the student.
+
+    Both are a model.Transformer. The parameters are those that learn: the adapters, or without any all of
+    the student's. The rest of an adapted student takes no gradient in any phase; it may be the teacher's own
+    parameters, and then both take the memory of one. `origin` {"path", "sha256"} names the teacher in files.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, origin: dict, ce_weight=0.0, kl_weight=1.0):
+        super().__init__()
+        self.student, self.teacher, self.origin = student, teacher.requires_grad_(False).eval(), origin
+        self.ce_weight, self.kl_weight = ce_weight, kl_weight
+        self.adapted = any(ADAPTER in name for name, _ in student.named_parameters())
+        self.set_phase(student.phase)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("student"), name)
+
+    def __setattr__(self, name, value):
+        student = vars(self).get("_modules", {}).get("student")
+        of_student = student is not None and name in vars(student) and name not in vars(self)
+        setattr(student, name, value) if of_student else super().__setattr__(name, value)
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        for name, p in self.student.named_parameters(prefix, True, remove_duplicate) if recurse else ():
+            if not self.adapted or ADAPTER in name:
+                yield name, p
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def set_phase(self, phase: str):
+        self.student.set_phase(phase)
+        for name, p in self.student.named_parameters():
+            if self.adapted and ADAPTER not in name:
+                p.requires_grad_(False)
+
+    def forward(self, idx, targets=None, **more):
+        """idx, targets: (B, T). Returns the student's logits (B, T, V), or TaughtLosses."""
+        if targets is None:
+            return self.student(idx, **more)
+        student, teacher = self.student, self.teacher
+        with torch.no_grad():
+            taught = teacher.norm_final(teacher.stream(idx), teacher.gate)
+        x = student.stream(idx)
+        y, weights = student.norm_final(x, student.gate), (self.ce_weight, self.kl_weight)
+        loss, ce, kl = distill_loss(y, student.head(), taught, teacher.head(), targets, *weights)
+        total = student.losses(x, loss, idx).total
+        return TaughtLosses(total, ce, total.detach() - ce, x.detach(), kl)
+
+    def to_file(self, meta: dict) -> dict:
+        """What a checkpoint holds: of an adapted student what the teacher has not, the adapters apart."""
+        file = self.student.to_file(meta | {"teacher": self.origin})
+        if not self.adapted:
+            return file
+        theirs = {id(p) for p in self.teacher.parameters()}
+        left_out = {name for name, p in self.student.named_parameters() if id(p) in theirs}
+        own = {name: t for name, t in file["state"].items() if name not in left_out}
+        adapters = {name: own.pop(name) for name in list(own) if ADAPTER in name}
+        own = {name.replace(".base_layer.", "."): t for name, t in own.items()}
+        return file | {"state": own, "adapters": adapters}
+
+    def plain(self) -> tuple[nn.Module, float]:
+        """(the student with its adapters merged into its weights, in one type throughout; how far off that
+        is). The adapters are gone then. Raises: ModelError."""
+        student, error = self.student, merge(self.student)
+        return student.to(student.tok_emb.weight.dtype).requires_grad_(True), error
+
+
+def share(student: nn.Module, teacher: nn.Module, remedy: str):
+    """Make every parameter of `student` that equals the teacher's the teacher's own, in place. Gains and
+    shifts may differ. Raises: BadInput, with the remedy, for a matrix that does."""
+    theirs = dict(teacher.named_parameters())
+    for name, p in list(student.named_parameters()):
+        other = theirs.get(name)
+        alike = other is not None and (p.dtype, p.shape) == (other.dtype, other.shape)
+        if alike and torch.equal(p, other):
+            owner, _, leaf = name.rpartition(".")
+            setattr(student.get_submodule(owner), leaf, other)
+        elif p.dim() >= 2:
+            raise BadInput(
+                f"adapters are for a student with its teacher's weights, and {name} differs; {remedy}"
+            )
+
+
+def fingerprint(state: dict[str, torch.Tensor]) -> str:
+    """A sha256 of tensors: names, types, shapes and values, whatever file they are in."""
+    found = hashlib.sha256()
+    for name, t in sorted(state.items()):
+        found.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        found.update(t.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

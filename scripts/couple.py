@@ -1,0 +1,269 @@
+"""A trained network with CoupledNorm in place of RMSNorm: measured, calibrated, written, and not yet trained.
+
+    python scripts/couple.py out/llama_tiny --data=tinystories --out=out/llama_tiny_coupled
+    python train.py --init_from=out/llama_tiny_coupled --teacher=out/llama_tiny --adapter=dora \\
+        --dataset=tinystories --out_dir=out/llama_tiny_distilled        # and back to what it could do
+
+PATH is a run folder, a model file, a Hugging Face folder or a hub id, of a network with RMSNorm. A block's
+MLP then divides by alpha r(x) where it divided by r(h): x and h are the stream before attention and before
+the MLP, r their RMS. A block's alpha is the sum of r(h) over tokens by that of r(x), the first position left
+out, where r is another; it goes into the gain of the MLP's norm. --alpha=mean is one for the network, the
+mean over the coupled blocks (CoupledNorm, 5.3); layer is a block's own, which costs nothing as it folds, and
+is not in the paper. The first --keep blocks keep RMSNorm, where the stream jumps.
+
+Prints the RMS by block, and how far each choice is from the original before anything is trained. Writes a
+folder: model.pt, the tokenizer, couple.md with the same tables, and rms.png (needs matplotlib).
+"""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import Config
+from data import open_corpus, refuse_other_tokens
+from data.sampling import few_windows, windows
+from data.tokenizer import load_tokenizer
+from model import Transformer, begun_from, config_of
+from nanonorm.cli import parse
+from nanonorm.divergence import Divergence, divergence
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT, atomic_write, write_file
+from nanonorm.kernels import inverse_rms
+from nanonorm.machine import pick_device
+from nanonorm.run import given_weights
+from nanonorm.typed import Count, Positive, Whole
+from scripts.convert import whole_folder
+from scripts.figures import Figures
+
+JUMP = 1.5  # a block whose growth is so many times the median's keeps RMSNorm
+KEPT = (0, 1, 2, 4)  # numbers of kept blocks in the table of choices
+AT_ONCE = 2048  # tokens in one forward pass
+
+
+@dataclass
+class Couple:
+    """What is made of the network, and on which text it is measured."""
+
+    out: str | None = None  # the folder to make
+    data: str | None = None  # a folder under data/, or the path of a prepared corpus, in the network's tokens
+    alpha: Literal["mean", "layer", "none"] | Positive = "mean"  # one for all blocks, one each, 1, or this
+    keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: to the last that jumps
+    tokens: Count = 16_384  # of training text, that are measured
+    window: Count = 512  # tokens of a window, at most the network's context
+    device: str = "auto"  # cpu, cuda, ...
+
+
+# ---------------------------------------------------------------------------------------------------------
+# measured
+
+
+@torch.no_grad()
+def stream_rms(model: Transformer, batches) -> torch.Tensor:
+    """The stream's mean r before attention and before the MLP of each block, (2, n_layer, 2) in float64: at
+    the first position of a window, and over all later ones. batches: ids (B, T)."""
+    n_layer, eps = model.config.n_layer, model.config.norm_eps
+    sums, tokens, before = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1), {}
+
+    def add(i, where, h):
+        r = inverse_rms(h, eps).reciprocal().double()[..., 0]  # (B, T)
+        sums[:, i, where] += torch.stack((r[:, 0].sum(), r[:, 1:].sum())).cpu()
+
+    def before_block(i):
+        def hook(module, args):
+            before[i] = args[0]
+            add(i, 0, args[0])
+
+        return hook
+
+    def after_attention(i):
+        return lambda module, args, out: add(i, 1, before.pop(i) + out)
+
+    hooks = []
+    for i, block in enumerate(model.blocks):
+        hooks.append(block.register_forward_pre_hook(before_block(i)))
+        hooks.append(block.attn.proj.register_forward_hook(after_attention(i)))
+    for idx in batches:
+        model(idx, last_only=True)
+        tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
+    for hook in hooks:
+        hook.remove()
+    return sums / tokens
+
+
+def growth_of(rms) -> torch.Tensor:
+    """By which factor the stream grows from attention's input to the MLP's, by block. (2, L, 2) -> (L)"""
+    return rms[1, :, 1] / rms[1, :, 0]
+
+
+def proposed_keep(growth) -> int:
+    """How many of the first blocks keep RMSNorm: up to the last in the first half that jumps."""
+    jumps = (growth[: len(growth) // 2] > JUMP * growth.median()).nonzero()
+    return int(jumps.max()) + 1 if len(jumps) else 0
+
+
+def alphas_of(growth, keep: int, alpha: str | float) -> torch.Tensor:
+    """The alpha of every coupled block, (L - keep)."""
+    own = growth[keep:]
+    if alpha == "layer":
+        return own
+    value = {"mean": own.mean(), "none": 1.0}.get(alpha, alpha)
+    return torch.full_like(own, float(value))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# coupled
+
+
+def coupled(file: dict, path: Path, keep: int, alphas) -> Transformer:
+    """The network of a file with CoupledNorm from block `keep` on; all but the gains of the MLPs' norms are
+    the file's own tensors. Raises: BadInput, ModelError."""
+    base = config_of(file, path)
+    asked = Config(norm="coupled", coupled_from_layer=keep, block_size=base.block_size)
+    explicit = {"norm", "coupled_from_layer", "block_size", "taper", "aux_weight"}
+    config = asked.started_from(file, explicit, str(path)).model_config()
+    state = dict(file["state"])
+    for i, alpha in enumerate(alphas.tolist(), keep):
+        name = f"blocks.{i}.norm_mlp.weight"
+        state[name] = (state[name].double() / alpha).to(state[name].dtype)
+    return begun_from({**file, "state": state}, config, path)
+
+
+def plain(file: dict, path: Path) -> Transformer:
+    """The network itself, before any taper. Raises: BadInput, ModelError."""
+    asked = Config(taper="none", block_size=config_of(file, path).block_size)
+    config = asked.started_from(file, {"block_size", "taper", "aux_weight"}, str(path)).model_config()
+    return begun_from(file, config, path)
+
+
+def compare(file: dict, path: Path, growth, cfg: Couple, keep: int, val, device) -> dict:
+    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on the first windows of `val`."""
+    before, found = plain(file, path).to(device), {}
+    x, y = (t.to(device) for t in few_windows(val, before.config))
+    kept = sorted({k for k in (*KEPT, keep) if k < len(growth)})
+    for k in kept:
+        for alpha in dict.fromkeys(("none", "mean", "layer", cfg.alpha)):
+            alphas = alphas_of(growth, k, alpha)
+            after = coupled(file, path, k, alphas).to(device)
+            found[k, alpha] = alphas, divergence(before, after, zip(x.split(1), y.split(1), strict=True))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# told
+
+
+def markdown(head: list[str], rows: list) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def rms_table(rms, growth) -> str:
+    head = ["block", "before attention", "before the MLP", "alpha", "first position", "before its MLP"]
+    rows = []
+    for i, (first, later) in enumerate(zip(*rms.tolist(), strict=True)):
+        rows.append([i, *(f"{v:.4g}" for v in (*later, growth[i].item(), *first))])
+    return markdown(head, rows)
+
+
+def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: tuple) -> str:
+    head = [
+        "kept",
+        "alpha",
+        "its values",
+        "cross-entropy",
+        "more than the original's",
+        "KL to the original",
+        "",
+    ]
+    rows = []
+    for (kept, alpha), (alphas, d) in found.items():
+        low, high = alphas.min().item(), alphas.max().item()
+        values = f"{low:.4f}" if low == high else f"{low:.4f} to {high:.4f}"
+        numbers = f"{d.after:.4f}", f"{d.after - d.before:+.4f}", f"{d.kl:.5f}"
+        rows.append([kept, alpha, values, *numbers, "written" if (kept, alpha) == chosen else ""])
+    return markdown(head, rows)
+
+
+def draw(folder: Path, rms, growth, keep: int):
+    """rms.png: the stream by block, the first position apart, and its growth within a block."""
+    figures = Figures(folder)
+    fig, axes = figures.axes(1, 3, 2.4)
+    blocks = np.arange(len(growth))
+    for ax, title, values in zip(axes, ("first position", "later positions"), rms.numpy(), strict=False):
+        for where, (name, colour, line) in enumerate(
+            (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
+        ):
+            ax.plot(blocks, values[:, where], line, color=colour, marker="o", markersize=3, label=name)
+        figures.log_scale(ax, values.min() / 1.5, values.max() * 1.5)
+        ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
+    axes[2].plot(blocks, growth, color="#000000", marker="o", markersize=3)
+    axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3)
+    axes[2].set(xlabel="block", ylabel="alpha", title="growth within a block (grey: kept)")
+    for ax in axes:
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    figures.save(fig, "rms", axes[0])
+
+
+def main():
+    cfg, _, words = parse(Couple, sys.argv[1:], usage=__doc__)
+    if len(words) != 1 or cfg.out is None or cfg.data is None:
+        example = "python scripts/couple.py PATH --data=tinystories --out=DIR"
+        raise BadInput(f"name a network, a prepared corpus and a folder to make: {example}")
+    device = pick_device(cfg.device)
+    file, path = given_weights(words[0])
+    base = config_of(file, path)
+    if base.norm != "rmsnorm":
+        raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
+    T = min(cfg.window, base.block_size)
+    data_folder = ROOT / "data" / cfg.data
+    corpus, train, val = open_corpus(data_folder, T)
+    refuse_other_tokens(corpus, data_folder, file["meta"].get("corpus", {}), path)
+    with whole_folder(Path(cfg.out).resolve()) as folder:
+        file["state"] = {name: t.to(device) for name, t in file["state"].items()}
+        network = plain(file, path).to(device)
+        count = max(1, min(cfg.tokens, len(train) - 1) // T)
+        starts = np.linspace(0, len(train) - 1 - T, count).astype(np.int64)
+        few, tokens = max(1, AT_ONCE // T), torch.from_numpy(train)
+        batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
+        rms = stream_rms(network, batches)
+        growth = growth_of(rms)
+        proposed = proposed_keep(growth)
+        keep = proposed if cfg.keep == "auto" else cfg.keep
+        if keep >= len(growth):
+            raise BadInput(f"keep={keep} leaves none of the {len(growth)} blocks of {path} to couple")
+        said = f"{count} x {T} tokens of {corpus['source']}. Proposed: the first {proposed} blocks are kept"
+        said += f" and alpha is {growth[proposed:].mean():.4f}, the mean over the others."
+        found = compare(file, path, growth, cfg, keep, torch.from_numpy(val), device)
+        tables = [rms_table(rms, growth), said, choices_table(found, (keep, cfg.alpha))]
+        original = next(iter(found.values()))[1].before
+        tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")
+        print("\n\n".join(tables))
+
+        alphas = found[keep, cfg.alpha][0]
+        student = coupled(file, path, keep, alphas).cpu()
+        how = {"alpha": alphas.tolist(), "kept": keep, "from": str(path)}
+        corpus_of = {"tokenizer_sha256": corpus["tokenizer_sha256"], "tokenizer": corpus["tokenizer"]}
+        meta = {**student.meta, "corpus": student.meta.get("corpus", corpus_of), "coupled": how}
+        write_file(student.to_file(meta), folder / "model.pt")
+        for name, content in load_tokenizer(data_folder / corpus["tokenizer"]).files.items():
+            with atomic_write(folder / name) as f:
+                f.write(content)
+        with atomic_write(folder / "couple.md", "w") as f:
+            settings = " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
+            f.write(
+                "\n\n".join([f"# {words[0]} with CoupledNorm", settings, *tables, "![rms](rms.png)"]) + "\n"
+            )
+        draw(folder, rms, growth, keep)
+    distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
+    print(f"wrote {cfg.out}\nnext: {distil}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,103 @@
+"""The corpora that train.py never fetches unasked: conversations as a chat template writes them, documents,
+all from stand-ins for the hub."""
+
+import json
+
+import numpy as np
+import pytest
+from test_data import one_line, run, write_stories
+from test_tokenizer import gpt2, llama3, put
+
+from data import prepare_if_missing
+from data.nemotron.prepare import Rendered, written
+from data.tokenizer import TokenizerJson, load_tokenizer
+from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
+
+TALK = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "<|user|>return 1\n"}]
+
+
+def fake_hub(folder, rows: list[dict], which: tuple):
+    """Put a stand-in hub client in `folder`. Returns: the environment in which Python finds it."""
+    folder.mkdir()
+    (folder / "huggingface_hub.py").write_text(
+        "class HfApi:\n    sha = 'abc123'\n    def dataset_info(self, name, timeout):\n        return self\n"
+    )
+    (folder / "datasets.py").write_text(
+        "def load_dataset(*which, split, revision, streaming):\n"
+        f"    assert (*which, split) == {which} and revision == 'abc123' and streaming\n"
+        f"    yield from {rows!r}\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def ids_of(out, split: str) -> list[int]:
+    meta = json.loads((out / "meta.json").read_text())
+    return np.fromfile(out / f"{split}.bin", meta["dtype"]).tolist()
+
+
+def test_conversations_become_what_the_template_writes(tmp_path):
+    folder = put(tmp_path / "llama3", llama3())
+    rows = [{"messages": [{**m, "more": 1} for m in TALK], "license": "x"} for _ in range(5)]
+    hub = fake_hub(tmp_path / "hub", rows, ("nvidia/Nemotron-Post-Training-Dataset-v2", "stem"))
+    flags = [f"--tokenizer={folder}", "--conversations=3", "--val_conversations=1", "--out_dir=out"]
+    result = run("nemotron", *flags, cwd=tmp_path, **hub)
+    assert result.returncode == 0, result
+    tokenizer, out = load_tokenizer(folder), tmp_path / "out"
+    text = written(TALK, tokenizer)
+    tokenizer.core.encode_special_tokens = False
+    one = [*tokenizer.core.encode(text, add_special_tokens=False).ids, tokenizer.eot_id]
+    assert one[0] == tokenizer.bos_id and one.count(tokenizer.bos_id) == 1 and text.startswith("<|begin_of")
+    assert ids_of(out, "train") == 3 * one and ids_of(out, "val") == one
+    meta = json.loads((out / "meta.json").read_text())
+    assert (meta["train_documents"], meta["val_documents"]) == (3, 1) and meta["source"].startswith(
+        "stem of nv"
+    )
+    assert load_tokenizer(out).template == tokenizer.template
+
+
+def test_a_written_conversation_ends_with_its_last_turn_and_comes_back():
+    tokenizer = TokenizerJson(llama3())
+    text, writer = written(TALK, tokenizer), Rendered(tokenizer)
+    assert not text.endswith("<|user|>") and text.count(TALK[0]["content"]) == 1
+    (ids,) = writer.encode_batch([text])
+    assert writer.keeps(text, ids) and not writer.keeps(text + "x", ids)
+    assert tokenizer.core.encode_special_tokens  # as it was
+    assert written(TALK, TokenizerJson(gpt2())) == "def f\n\n<|user|>return 1\n"
+
+
+def test_documents_of_a_subset_are_split_where_they_stand(tmp_path):
+    own = put(tmp_path / "gpt2", gpt2())
+    rows = [{"text": f"document {i}"} for i in range(9)]
+    hub = fake_hub(tmp_path / "hub", rows, ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"))
+    flags = [f"--tokenizer={own}", "--val_documents=2", "--documents=7", "--out_dir=out"]
+    result = run("fineweb_edu", *flags, cwd=tmp_path, **hub)
+    assert result.returncode == 0, result
+    tokenizer = load_tokenizer(own)
+    for split, which in (("val", range(2)), ("train", range(2, 7))):
+        wanted = [i for n in which for i in (*tokenizer.encode(f"document {n}"), tokenizer.eot_id)]
+        assert ids_of(tmp_path / "out", split) == wanted
+
+
+@pytest.mark.parametrize("name", ["nemotron", "fineweb_edu"])
+def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path):
+    own = put(tmp_path / "own", gpt2())
+    for split in ("train", "val"):
+        write_stories(tmp_path / f"{split}.txt", [f"a {split} text", "another"])
+    files = ["--text=train.txt", "--val_text=val.txt"]
+    result = run(name, f"--tokenizer={own}", *files, "--out_dir=out", cwd=tmp_path)
+    assert result.returncode == 0, result
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert (meta["train_documents"], meta["source"]) == (2, "train.txt (train) and val.txt (val)")
+    cases = [(["--text=train.txt"], "go together"), (["word"], "unexpected word")]
+    cases += [(["--text=x", "--val_text=y"], "is not a file")]
+    for flags, said in cases:
+        assert said in one_line(run(name, f"--tokenizer={own}", *flags, "--out_dir=no", cwd=tmp_path))
+    no_hub = run(name, f"--tokenizer={own}", "--out_dir=no", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "cannot reach" in one_line(no_hub) and "--text=" in one_line(no_hub)
+    with pytest.raises(BadInput, match="is not prepared"):
+        prepare_if_missing(ROOT / "data" / name)
+
+
+def test_nemotron_asks_for_the_checkpoints_tokenizer(tmp_path):
+    assert "name the checkpoint" in one_line(run("nemotron", "--out_dir=no", cwd=tmp_path))

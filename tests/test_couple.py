@@ -1,0 +1,159 @@
+"""CoupledNorm for networks that are trained already: calibrated, written, folded, decoded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import scale_of_difference, tiny, tokens
+from running import flags, refused, train
+from test_distill import every_family, student_of, teacher_of
+
+from model import CoupledBlock, Transformer, fold
+from nanonorm.files import ROOT
+from nanonorm.generation import KVCache
+from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
+
+
+def rms(h, eps: float):
+    return (h.square().sum(-1) / h.shape[-1] + eps).sqrt()
+
+
+@every_family
+@torch.no_grad()
+def test_alpha_is_the_ratio_of_the_sums(family):
+    """Of r(h) and of r(x) over tokens, the first position left out; batches of different sizes."""
+    model, batches = teacher_of(family), [tokens(3, 16), tokens(1, 16, seed=1), tokens(2, 7, seed=2)]
+    sums, firsts = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    for idx in batches:
+        x = model.tok_emb(idx)
+        for i, block in enumerate(model.blocks):
+            h = x + block.attn.proj(block.attn(block.norm_attn(x), model.rope[:, : idx.shape[1]]))
+            r = torch.stack((rms(x, 1e-6), rms(h, 1e-6)))  # (2, B, T)
+            sums[i] += r[:, :, 1:].sum((1, 2))
+            firsts[i] += r[:, :, 0].sum(1)
+            x = h + block.mlp(block.norm_mlp(h))
+    found = stream_rms(model, batches)
+    growth = growth_of(found)
+    torch.testing.assert_close(growth, sums[:, 1] / sums[:, 0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[0], firsts / 6, rtol=1e-12, atol=0)
+    torch.testing.assert_close(alphas_of(growth, 1, "layer"), growth[1:], rtol=0, atol=0)
+    torch.testing.assert_close(alphas_of(growth, 1, "mean"), growth[1:].mean().expand(2), rtol=1e-15, atol=0)
+    assert alphas_of(growth, 0, "none").tolist() == [1.0] * 3 and alphas_of(growth, 2, 1.5).tolist() == [1.5]
+    assert all(not block._forward_pre_hooks for block in model.blocks)
+
+
+@every_family
+@torch.no_grad()
+def test_a_coupled_block_divides_by_alpha_times_the_attentions_rms(family):
+    teacher = teacher_of(family)
+    student, x = student_of(teacher), torch.randn(2, 16, 24, dtype=torch.float64)
+    assert [type(block) is CoupledBlock for block in student.blocks] == [False, True, True]
+    for i, alpha in ((1, 1.3), (2, 0.8)):
+        block, rope = teacher.blocks[i], teacher.rope[:, :16]
+        sigma = rms(x, 1e-6)[..., None]
+        h = x + block.attn.proj(block.attn(x / sigma * block.norm_attn.weight, rope))
+        out = h + block.mlp(h / (alpha * sigma) * block.norm_mlp.weight)
+        assert scale_of_difference(student.blocks[i](x, student.gate, rope), out) < 1e-12
+
+
+@every_family
+@torch.no_grad()
+def test_the_folded_student_is_the_student_and_decodes_as_it(family):
+    """Token by token with the cache, as all at once; the student, which couples, is not its teacher."""
+    teacher, idx = teacher_of(family), tokens(2, 16)
+    student = student_of(teacher)
+    logits = student(idx)
+    assert scale_of_difference(logits, teacher(idx)) > 1e-2
+    for model in (student, fold(student)):
+        assert scale_of_difference(model(idx), logits) < 1e-9
+        cache = KVCache(model, 2, 16)
+        steps = [
+            model(idx[:, :5], cache=cache),
+            *(model(idx[:, t : t + 1], cache=cache) for t in range(5, 16)),
+        ]
+        assert scale_of_difference(torch.cat(steps, 1), logits) < 1e-9
+
+
+def test_all_but_the_mlps_gains_are_the_files_tensors():
+    teacher = teacher_of()
+    file = teacher.to_file({})
+    student = coupled(file, "file", 2, torch.tensor([1.25]))
+    others = {n: p for n, p in student.named_parameters() if p.data_ptr() != file["state"][n].data_ptr()}
+    assert list(others) == ["blocks.2.norm_mlp.weight"]
+    torch.testing.assert_close(others["blocks.2.norm_mlp.weight"] * 1.25, teacher.blocks[2].norm_mlp.weight)
+
+
+@pytest.mark.parametrize(
+    ("growth", "kept"),
+    [
+        ([1.1] * 8, 0),
+        ([3.0, 1.1, 1.1, 1.1, 1.0, 1.1, 1.1, 1.1], 1),
+        ([3.0, 1.1, 1.1, 2.0, 1.1, 1.1, 1.1, 1.0], 4),
+        ([1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 4.0], 0),  # the end of a network is not its beginning
+        ([2.0], 0),
+    ],
+)
+def test_the_blocks_where_the_stream_jumps_keep_their_norm(growth, kept):
+    assert proposed_keep(torch.tensor(growth)) == kept
+
+
+def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
+    base, out = tmp_path / "run", tmp_path / "coupled"
+    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
+    capsys.readouterr()
+    argv = [base, f"--data={corpus}", "--tokens=1000", "--window=32"]
+    train(*argv, f"--out={out}", "--alpha=1.2", "--keep=1", program="scripts/couple.py")
+    said = capsys.readouterr().out
+    rows = [row.split(" | ") for row in said.splitlines() if row.startswith("| ") and row.count("|") == 8]
+    rows = [row for row in rows if "---" not in row[1]]
+    assert [(row[0].strip("| "), row[1]) for row in rows[1:]] == [
+        (str(kept), alpha) for kept in (0, 1, 2) for alpha in ("none", "mean", "layer", "1.2")
+    ]
+    assert sum("written" in row[-1] for row in rows) == 1 and "written" in rows[8][-1]
+    assert {p.name for p in out.iterdir()} == {"model.pt", "tokenizer.model", "couple.md", "rms.png"}
+    assert said.split("\n\n")[0] in (out / "couple.md").read_text()
+    student, teacher = Transformer.load(out / "model.pt"), Transformer.load(base / "ckpt.pt")
+    assert (student.config.norm, student.config.coupled_from_layer) == ("coupled", 1)
+    assert student.meta["coupled"]["alpha"] == [1.2, 1.2]
+    gains = [m.blocks[1].norm_mlp.weight for m in (student, teacher)]
+    torch.testing.assert_close(1.2 * gains[0], gains[1])
+    assert torch.equal(student.blocks[0].norm_mlp.weight, teacher.blocks[0].norm_mlp.weight)
+    train(out, "--prompt=import ", "--max_new_tokens=5", program="sample.py")
+
+    couple = ("scripts/couple.py",)
+    for words, says in (
+        ([*argv, f"--out={out}"], "is not an empty folder"),
+        ([*argv, f"--out={tmp_path / 'x'}", "--keep=3"], "keep=3"),
+        ([base, f"--out={tmp_path / 'x'}"], "name a network, a prepared corpus"),
+        ([out, *argv[1:], f"--out={tmp_path / 'x'}"], "has norm=coupled"),
+    ):
+        assert says in refused(capsys, *words, program=couple[0])
+        assert not (tmp_path / "x").exists()
+    torch.save(tiny("layernorm", vocab_size=400).to_file({}), tmp_path / "layernorm.pt")
+    assert "has norm=layernorm" in refused(
+        capsys, tmp_path / "layernorm.pt", *argv[1:], f"--out={tmp_path / 'x'}", program=couple[0]
+    )
+    assert json.loads((base / "config.json").read_text())["norm"] == "rmsnorm"
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_at_toy_sizes_on_a_cpu(tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("matplotlib")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "TRY": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
+    # it prepares a corpus there
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    command, out = ["bash", "scripts/gpu_couple.sh", tmp_path / "out"], tmp_path / "out"
+    run = subprocess.run(command, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    names = {"decode.txt", "decode_llama.json", "decode_qwen.json", "toy.md", "toy.png", "toy.txt"}
+    assert {path.name for path in out.iterdir()} == names | {"pretraining.txt"}
+    assert [line.split(":")[0] for line in (out / "toy.txt").read_text().splitlines()] == ["step 8"]
+    lines = (out / "pretraining.txt").read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["baseline, seed 1", "coupled, seed 1"]
+    assert all('"val/loss"' in line for line in lines)

@@ -1,0 +1,485 @@
+"""A student that learns from a teacher: the loss in pieces, adapters, and runs of train.py with both."""
+
+import json
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import batch, one_line, scale_of_difference, state_of, tiny, tokens
+from running import assert_same, final, launch, metrics, refused, train
+from test_memory import PROGRAM, ROOT
+
+from begin import untapered
+from model import Transformer, export
+from nanonorm import adapters, distill
+from nanonorm.distill import Distilled, distill_loss, fingerprint, share
+from nanonorm.errors import BadInput, ModelError
+from scripts.couple import coupled
+
+FAMILIES = {
+    "llama": {"n_kv_head": 2, "head_dim": 8, "hidden": 40, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
+    "llama-untied": {"n_kv_head": 2, "rope_scaling": (8.0, 1.0, 4.0, 8.0), "tie_embeddings": False},
+    "qwen3": {"n_kv_head": 2, "head_dim": 10, "qk_norm": True, "tie_embeddings": False},
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def teacher_of(family: str = "llama", dtype=torch.float64, **more) -> Transformer:
+    return tiny("rmsnorm", n_layer=3, phase="norm", dtype=dtype, **FAMILIES[family], **more).eval()
+
+
+def student_of(teacher: Transformer) -> Transformer:
+    """The teacher with CoupledNorm from its second block on, and an alpha of its own in each."""
+    return coupled(teacher.to_file({}), "file", 1, torch.tensor([1.3, 0.8], dtype=torch.float64))
+
+
+def pair(family: str = "llama", kind: str = "dora", dtype=torch.float64, rank: int = 4, targets=None):
+    """A Distilled with adapters, of random values where they start at 0, and the teacher."""
+    pytest.importorskip("peft")
+    teacher = teacher_of(family, dtype)
+    student = student_of(teacher).train()
+    share(student, teacher, "")
+    if kind != "none":
+        adapters.put_on(student, kind, rank, 2.0 * rank, targets)
+    return Distilled(student, teacher, {"path": "teacher", "sha256": "0"}), teacher
+
+
+def shake(model: Distilled):
+    """Random adapters: none of them is 0, no magnitude is a norm."""
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=rng, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the loss
+
+
+def plain_loss(y, head, taught, teacher_head, targets, ce_weight, kl_weight):
+    student = F.linear(y, *head).flatten(0, 1)
+    teacher = F.linear(taught, *teacher_head).flatten(0, 1).detach().softmax(-1)
+    ce = F.cross_entropy(student, targets.flatten())
+    kl = (teacher * (teacher.log() - student.log_softmax(-1))).sum(-1).mean()
+    return ce_weight * ce + kl_weight * kl, ce, kl
+
+
+def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
+    rng = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=rng, dtype=torch.float64)
+    y, taught = draw(2, 5, D).requires_grad_(), draw(2, 5, teacher_D)
+    head = draw(V, D).requires_grad_(), draw(V).requires_grad_() if bias else None
+    return y, head, taught, (draw(V, teacher_D), draw(V) if bias else None), tokens(2, 5, vocab=V)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 0.0), (0.3, 1.7)])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_in_pieces_is_at_once(rows, weights, bias, monkeypatch):
+    """Values and gradients, whatever the size of a piece; 3 does not divide the 10 tokens."""
+    y, head, *rest = random_heads(bias)
+    monkeypatch.setattr(distill, "PIECE", 31 * rows)
+    leaves = [y, *(t for t in head if t is not None)]
+    expected = plain_loss(y, head, *rest, *weights)
+    wanted = torch.autograd.grad(3 * expected[0], leaves)
+    found = distill_loss(y, head, *rest, *weights)
+    got = torch.autograd.grad(3 * found[0], leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert not found[1].requires_grad and not found[2].requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(distill_loss(y, head, *rest, *weights), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_one_head_for_both_learns_as_the_students_alone():
+    y, (weight, _), taught, _, targets = random_heads(False, teacher_D=6)
+    grads = []
+    for loss, teacher in ((distill_loss, weight), (plain_loss, weight.detach())):
+        grads += torch.autograd.grad(
+            loss(y, (weight, None), taught, (teacher, None), targets, 0.5, 1.0)[0], weight
+        )
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_the_divergence_of_a_network_from_itself_is_0_and_has_no_gradient():
+    y, head, *_, targets = random_heads(False)
+    total, _, kl = distill_loss(y, head, y.detach(), head, targets, 0.0, 1.0)
+    (grad,) = torch.autograd.grad(total, y)
+    assert kl.abs() < 1e-15 and grad.abs().max() < 1e-15
+
+
+MEASURE = (
+    PROGRAM.partition("path, shape")[0]
+    + """
+from nanonorm.distill import distill_loss
+import torch.nn.functional as F
+N, V, D, how = int(sys.argv[1]), 151_936, 64, sys.argv[2]
+y, taught = torch.randn(1, N, D).requires_grad_(), torch.randn(1, N, D)
+weight = (0.1 * torch.randn(V, D)).requires_grad_()
+targets = torch.randint(V, (1, N))
+y.grad, weight.grad = torch.zeros_like(y), torch.zeros_like(weight)
+with Peak() as peak:
+    if how == "pieces":
+        loss = distill_loss(y, (weight, None), taught, (weight, None), targets, 0.5, 1.0)[0]
+    else:
+        student = F.linear(y, weight).flatten(0, 1).log_softmax(-1)
+        with torch.no_grad():
+            teacher = F.linear(taught, weight).flatten(0, 1).log_softmax(-1)
+        loss = 0.5 * F.nll_loss(student, targets.flatten())
+        loss = loss + F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    loss.backward()
+print(json.dumps({"took": peak.peak - peak.base, "loss": loss.item()}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_loss_takes_less_than_a_quarter_of_the_plain_ones_memory():
+    """Of 4,096 tokens, of Qwen3's vocabulary. The plain one is measured at a quarter of the tokens, all of
+    whose tables are as many times smaller: the test takes gigabytes and not tens of them."""
+    took = {}
+    for how, n in (("pieces", 4096), ("plain", 1024)):
+        words = [sys.executable, "-c", MEASURE, str(n), how]
+        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+        took[how] = json.loads(said.stdout.splitlines()[-1])["took"]
+    print(took)
+    assert took["pieces"] < took["plain"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# adapters
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_merged_is_adapted(family, kind):
+    """To 1e-9 in float64, and so is what is folded; the adapters moved the logits, and began with none."""
+    model, _ = pair(family, kind)
+    idx, x = tokens(2, 16), batch()
+    student = model.student.eval()
+    with torch.no_grad():
+        plain = student_of(model.teacher)(idx)
+        assert scale_of_difference(student(idx), plain) < 1e-12
+        shake(model)
+        adapted, ce = student(idx), student(*x).ce
+        assert scale_of_difference(adapted, plain) > 1e-2
+        merged, error = model.plain()
+        assert scale_of_difference(merged(idx), adapted) < 1e-9 and error < 1e-9
+        assert abs(merged.eval()(*x).ce - ce) < 1e-12
+        folded, errors = export(merged, "folded", idx)
+        assert scale_of_difference(folded(idx), adapted) < 1e-9 and errors["float64"] < 1e-9
+    assert not any("lora" in name for name in folded.state_dict())
+
+
+def test_folding_before_merging_would_be_another_network():
+    """Why the order matters: a DoRA's magnitude is of rows, which a scaled column changes."""
+    model, _ = pair()
+    shake(model)
+    layer, gain = model.student.blocks[1].mlp.gate_up, model.student.blocks[1].norm_mlp.weight
+    x = torch.randn(5, 24, dtype=torch.float64)
+    with torch.no_grad():
+        before = layer(x * gain)
+        layer.get_base_layer().weight.data = layer.get_base_layer().weight.data * gain
+        layer.lora_A["default"].weight.mul_(gain)
+        assert scale_of_difference(layer(x), before) > 1e-2
+
+
+def test_a_fused_matrix_has_the_ranks_of_its_parts_and_all_one_scaling():
+    model, _ = pair(rank=5)
+    for block in model.student.blocks:
+        layers = {
+            "qkv": block.attn.qkv,
+            "proj": block.attn.proj,
+            "gate_up": block.mlp.gate_up,
+            "down": block.mlp.down,
+        }
+        assert {n: m.r["default"] for n, m in layers.items()} == {
+            "qkv": 15,
+            "proj": 5,
+            "gate_up": 10,
+            "down": 5,
+        }
+        assert {m.scaling["default"] for m in layers.values()} == {2.0}
+    model, _ = pair(rank=1000)  # no rank above full
+    assert model.student.blocks[0].attn.proj.r["default"] == 24
+
+
+def test_targets_are_chosen_and_others_refused():
+    model, _ = pair(targets=("qkv", "down"))
+    names = {name.split(".")[3] for name, _ in model.named_parameters()}
+    assert names == {"qkv", "down"}
+    for targets, said in ((("lm_head",), "share them"), (("up",), "which has qkv, proj, gate_up, down")):
+        with pytest.raises(BadInput, match=said) as error:
+            pair(targets=targets)
+        one_line(error)
+
+
+def test_cbwcs_matrices_carry_none():
+    pytest.importorskip("peft")
+    with pytest.raises(ModelError, match="carries no adapter"):
+        adapters.put_on(tiny("cbwc"), "lora", 4, 8.0)
+
+
+def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
+    """peft takes a DoRA's magnitudes in the type of the weights: a 256th off in bfloat16."""
+    model, _ = pair(dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for block in model.student.blocks:
+        for layer in (block.attn.qkv, block.attn.proj, block.mlp.gate_up, block.mlp.down):
+            magnitude = layer.lora_magnitude_vector["default"].weight
+            torch.testing.assert_close(magnitude, layer.weight.float().norm(dim=1), rtol=1e-6, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# student and teacher
+
+
+@every_family
+def test_training_moves_the_student_alone(family):
+    """The teacher's logits stay to the bit; the student's parameters but its gains are the teacher's own."""
+    model, teacher = pair(family)
+    idx, (x, y) = tokens(2, 16), batch()
+    theirs = dict(teacher.named_parameters())
+    own = {n.replace(".base_layer", ""): p for n, p in model.student.named_parameters() if ".lora_" not in n}
+    assert {n for n, p in own.items() if p is not theirs[n]} == {
+        f"blocks.{i}.norm_mlp.weight" for i in (1, 2)
+    }
+    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in theirs.values())
+    with torch.no_grad():
+        logits, began = teacher(idx), model(idx)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = None
+    for _ in range(20):
+        losses = model(x, y)
+        first = losses.kl.item() if first is None else first
+        losses.total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses.kl < 0.7 * first
+    with torch.no_grad():
+        assert torch.equal(teacher(idx), logits)
+        assert scale_of_difference(model(idx), began) > 1e-3
+
+
+def test_the_loss_is_that_of_the_two_networks():
+    model, teacher = pair()
+    shake(model)
+    model.ce_weight, model.kl_weight = 0.3, 0.9
+    x, y = batch()
+    with torch.no_grad():
+        losses = model.eval()(x, y)
+        student, taught = (m(x).flatten(0, 1).log_softmax(-1) for m in (model.student, teacher))
+    ce = F.nll_loss(student, y.flatten())
+    kl = F.kl_div(student, taught, reduction="batchmean", log_target=True)
+    torch.testing.assert_close((losses.ce, losses.kl), (ce, kl), rtol=1e-12, atol=1e-12)
+    assert (
+        abs(losses.total - 0.3 * ce - 0.9 * kl) < 1e-12 and abs(losses.ce + losses.aux - losses.total) < 1e-12
+    )
+
+
+def test_the_scale_loss_is_the_students_own():
+    """FakeLN's, which looks at the tokens: the first of a window and the end token count for no target."""
+    student, (x, y) = tiny("layernorm-all-fake", phase="blend"), batch()
+    model = Distilled(student, tiny("layernorm"), {}, ce_weight=0.5, kl_weight=2.0)
+    model.end_token = 7
+    losses, aux = model(x, y), student(x, y).aux
+    torch.testing.assert_close(losses.total - 0.5 * losses.ce - 2 * losses.kl, aux, rtol=1e-9, atol=1e-12)
+    model.end_token = None
+    assert aux > 0 and abs(student(x, y).aux - aux) > 1e-6 * aux
+
+
+def test_a_teacher_has_its_norms_and_no_scale_loss():
+    """A student's checkpoint leaves its tensors out: it may have none that the student has not."""
+    file = tiny("rmsnorm-all-aux", phase="norm").to_file({})
+    teacher = untapered(file, "file", 8)
+    assert teacher.state_dict().keys() == tiny("rmsnorm").state_dict().keys()
+    assert teacher.config.block_size == 8 and torch.equal(
+        teacher.blocks[0].norm_mlp.weight, file["state"]["blocks.0.norm_mlp.weight"]
+    )
+
+
+def test_blocks_computed_twice_learn_the_same():
+    grads = []
+    for twice in (False, True):
+        torch.manual_seed(0)  # of adapters that begin at random
+        model, _ = pair()
+        shake(model)
+        model.train()
+        model.grad_checkpoint = twice
+        model(*batch()).total.backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-15)
+
+
+def test_no_phase_thaws_a_gain():
+    """A student that tapers: its adapters learn, its gains stay the teacher's."""
+    pytest.importorskip("peft")
+    student = tiny("rmsnorm-all-aux", phase="norm")
+    adapters.put_on(student, "lora", 4, 8.0)
+    model = Distilled(student, tiny("rmsnorm"), {})
+    for phase in ("norm", "blend", "scale"):
+        model.set_phase(phase)
+        trained = {name for name, p in model.student.named_parameters() if p.requires_grad}
+        assert trained and all(".lora_" in name for name in trained)
+        assert trained == {name for name, _ in model.named_parameters()}
+
+
+def test_what_is_asked_of_it_and_set_on_it_is_the_students():
+    model = Distilled(tiny("coupled"), tiny("rmsnorm"), {})
+    model.eval()
+    model.phase, model.meta, model.end_token = "scale", {"a": 1}, 5
+    student = model.student
+    assert (student.phase, student.meta, student.end_token) == ("scale", {"a": 1}, 5) and not student.training
+    assert model.teacher.phase != "other" and model.gate is model.student.gate and not model.training
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        model.no_such_thing  # noqa: B018
+
+
+def test_without_adapters_all_of_the_student_learns():
+    model = Distilled(tiny("coupled"), tiny("rmsnorm"), {"path": "x", "sha256": "0"})
+    assert dict(model.named_parameters()).keys() == dict(model.student.named_parameters()).keys()
+    model(*batch()).total.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for p in model.teacher.parameters())
+    assert model.to_file({})["state"].keys() == model.student.state_dict().keys()
+
+
+def test_what_a_checkpoint_holds_of_an_adapted_student():
+    model, _ = pair()
+    file = model.to_file({})
+    assert set(file["state"]) == {f"blocks.{i}.norm_mlp.weight" for i in (1, 2)}
+    assert all(".lora_" in name for name in file["adapters"]) and file["meta"]["teacher"]["sha256"] == "0"
+    with pytest.raises(BadInput, match=r"tok_emb\.weight differs; do this"):
+        share(tiny("coupled", n_layer=3, seed=1), tiny("rmsnorm", n_layer=3), "do this")
+
+
+def test_a_fingerprint_is_of_names_types_and_values():
+    state = state_of(tiny("rmsnorm"))
+    same = dict(reversed(state.items()))
+    one_bit = {**state, "norm_final.weight": state["norm_final.weight"].nextafter(torch.tensor(9.0).double())}
+    renamed = {name.replace("final", "last"): t for name, t in state.items()}
+    narrow = {name: t.float() for name, t in state.items()}
+    assert fingerprint(same) == fingerprint(state)
+    assert len({fingerprint(s) for s in (state, one_bit, renamed, narrow)}) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------
+# runs
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory):
+    """A network whose blocks all count, in the corpus's tokens."""
+    out = tmp_path_factory.mktemp("base") / "base"
+    out.mkdir()
+    network = tiny(
+        "rmsnorm", vocab_size=400, block_size=32, phase="norm", dtype=torch.float32, **FAMILIES["llama"]
+    )
+    torch.save(network.to_file({}), out / "model.pt")
+    (out / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+    return out
+
+
+@pytest.fixture(scope="module")
+def student(base, corpus):
+    """What scripts/couple.py makes of it."""
+    out = base.parent / "coupled"
+    train(
+        base,
+        f"--data={corpus}",
+        f"--out={out}",
+        "--keep=0",
+        "--alpha=1.5",
+        "--tokens=1000",
+        program="scripts/couple.py",
+    )
+    return out
+
+
+def taught(out, corpus, begun, learns_from, **knobs):
+    """The flags of a short distillation."""
+    run = dict(max_iters=30, warmup_iters=2, eval_interval=15, batch_size=4, log_interval=5, ckpt_interval=8,
+               learning_rate=3e-3, device="cpu", block_size=32, adapter="dora", adapter_rank=4)  # fmt: skip
+    knobs = {**run, "dataset": corpus, "out_dir": out, "init_from": begun, "teacher": learns_from, **knobs}
+    return [f"--{name}={value}" for name, value in knobs.items()]
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student, corpus, tmp_path, capfd):
+    pytest.importorskip("peft")
+    out = tmp_path / "run"
+    train(*taught(out, corpus, student, base, dtype=dtype))
+    said = capfd.readouterr().out
+    assert "from teacher to student: cross-entropy" in said and "adapters merged: at most" in said
+    kl = [line["val/kl"] for line in metrics(out) if "val/kl" in line]
+    before = float(said.split("KL ")[1].split()[0])
+    assert kl[-1] < kl[0] and kl[-1] < 0.8 * before
+    last = [line for line in metrics(out) if "val/loss" in line][-1]
+    assert last["grad/qkv"] > 0 and last["grad/emb"] == 0
+    model = Transformer.load(out / "folded.pt")
+    assert model.meta["merge_error"] < 1e-9 and model.meta["fold_error"]["float64"] < 1e-9
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    file = final(out)
+    assert set(file["state"]) == {f"blocks.{i}.norm_mlp.weight" for i in (0, 1)} and "teacher" in file["meta"]
+    capfd.readouterr()
+    train(out, "--prompt=import ", "--max_new_tokens=5", program="sample.py")
+    assert capfd.readouterr().out.startswith("import ")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_the_same_run(base, student, corpus, tmp_path, one_thread, capsys):
+    """To the bit, adapters included, from another path of the teacher; another teacher is refused."""
+    pytest.importorskip("peft")
+    flags_of = partial(taught, corpus=corpus, begun=student, learns_from=base, ce_weight=0.2)
+    train(*flags_of(tmp_path / "whole"))
+    kill = {"at": "after", "n": 19, "do": "kill"}
+    cut = tmp_path / "cut"
+    assert launch(*flags_of(cut), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    resume = [f"--out_dir={cut}", "--init_from=resume"]
+    assert "is not the teacher that the run" in refused(capsys, *resume, f"--teacher={student}")
+    assert "holds adapters without the network" in refused(capsys, cut, program="sample.py")
+    train(*resume, f"--teacher={base / 'model.pt'}")
+    whole, resumed = final(tmp_path / "whole"), final(cut)
+    for part in ("state", "adapters", "optimizer"):
+        assert_same(whole[part], resumed[part])
+    assert metrics(tmp_path / "whole") == metrics(cut)
+
+
+@pytest.mark.slow
+def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path, one_thread):
+    """From scratch, of another shape; resumed as any run."""
+    knobs = dict(adapter="none", n_layer=1, n_embd=16, n_head=2, vocab_size=400, ckpt_interval=5)
+    flags_of = partial(taught, corpus=corpus, begun="scratch", learns_from=base, **knobs)
+    train(*flags_of(tmp_path / "whole"))
+    kill = {"at": "after", "n": 12, "do": "kill"}
+    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
+    assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
+    kl = [line["val/kl"] for line in metrics(tmp_path / "cut") if "val/kl" in line]
+    assert kl[-1] < kl[0]
+
+
+REFUSED = [
+    ({"teacher": None}, "adapter=dora needs teacher=PATH"),
+    ({"kl_weight": 0}, "nothing to learn"),
+    ({"norm": "cbwc", "init_from": "scratch"}, "norm=cbwc centres the matrices"),
+    ({"init_from": "scratch"}, "adapters are for a student with its teacher's weights"),
+    ({"adapter_targets": "lm_head"}, "leave lm_head out of adapter_targets"),
+    ({"teacher": "nowhere.pt"}, "no such file or folder: nowhere.pt"),
+    ({"mask_end": True}, "mask_end=True is not for a student"),
+    ({"taper": "all", "calibration": "mean_scale"}, "calibration=mean_scale reads qkv in parts"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused_in_one_line(knobs, said, base, student, corpus, tmp_path, capsys):
+    pytest.importorskip("peft")
+    assert said in refused(capsys, *taught(tmp_path / "run", corpus, student, base, **knobs))
+    assert not (tmp_path / "run").exists()
