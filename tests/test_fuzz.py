@@ -790,7 +790,7 @@ TARGETS = {
     "corpus": (20, 800),
     "model file": (40, 1200),
     "prompt": (100, 2500),
-    "bench": (40, 500),
+    "bench": (20, 500),
 }
 
 

@@ -164,7 +164,7 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize("at, n", [("write", 700), slow("replace", 6), slow("log", 4), slow("after", 19)])
+@pytest.mark.parametrize("at, n", [slow("write", 700), slow("replace", 6), slow("log", 4), slow("after", 19)])
 def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
     """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py
     is the long form."""

@@ -366,7 +366,8 @@ def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
     assert "another --out\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
     argv = [*TINY, "--max_iters=1000", "--variants=baseline,internal", "--jobs=2", f"--out={tmp_path}/out"]
     process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
