@@ -19,6 +19,13 @@ def check_files(*paths: str | None):
             raise BadInput(f"{said}; give UTF-8 text in which a line {END} ends every document")
 
 
+def check_splits(text: str | None, val_text: str | None):
+    """Raises: BadInput for one split without the other, and for a path that is no file; None: the hub."""
+    if (text is None) != (val_text is None):
+        raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
+    check_files(text, val_text)
+
+
 def documents(path: str | Path):
     """Yield the documents of a file as parts (text, ends), without the white space at their ends.
 

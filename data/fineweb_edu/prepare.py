@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from data.hub import HubSet
-from data.local import check_files, documents
+from data.local import check_splits, documents
 from data.tokenizer import open_tokenizer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -48,9 +48,7 @@ def main():
     knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
-    if (knobs.text is None) != (knobs.val_text is None):
-        raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
-    check_files(knobs.text, knobs.val_text)
+    check_splits(knobs.text, knobs.val_text)
     n_val, n = knobs.val_documents, knobs.documents
     if n is not None and n <= n_val:
         raise BadInput(f"documents={n} leaves none to train on beside val_documents={n_val}; raise it")

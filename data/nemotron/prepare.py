@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from data.hub import HubSet
-from data.local import check_files, documents
+from data.local import check_splits, documents
 from data.tokenizer import Tokenizer, TokenizerJson, open_tokenizer, render
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -85,9 +85,7 @@ def main():
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
     if knobs.tokenizer is None:
         raise BadInput("name the checkpoint whose tokens are wanted: --tokenizer=PATH or a hub id")
-    if (knobs.text is None) != (knobs.val_text is None):
-        raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
-    check_files(knobs.text, knobs.val_text)
+    check_splits(knobs.text, knobs.val_text)
     if knobs.text is None:
         hub = HubSet(HUB_NAME, "give local files with --text=... --val_text=...", knobs.revision)
     own = writer = open_tokenizer(knobs.tokenizer)

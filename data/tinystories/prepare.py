@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import chosen_tokenizer, prepare
 from data.hub import HubSet
-from data.local import check_files, documents
+from data.local import check_splits, documents
 from data.tokenizer import check_vocab_size
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -53,10 +53,8 @@ def main():
     )
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
-    if (knobs.text is None) != (knobs.val_text is None):
-        raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
     check_vocab_size(knobs.vocab_size)
-    check_files(knobs.text, knobs.val_text)
+    check_splits(knobs.text, knobs.val_text)
     tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)
 
     if knobs.text is None:
