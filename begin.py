@@ -1,18 +1,21 @@
 """What a run trains: new weights, those of a file, or a student beside its teacher; and, in words, how far
 that is from what it began with."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from model import NO_ANCHOR, NO_TAPER, Transformer, begun_from, config_of, phase_and_gates
+from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, config_of, skeleton
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
+from nanonorm.files import phase_and_gates
+from nanonorm.machine import versions
+from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights
 
 
@@ -94,14 +97,35 @@ def make_teacher(start: Beginning) -> Transformer | None:
     return teacher
 
 
+TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "target")  # begin with a taper
+
+
+def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
+    """The network of `file` with the norm, taper, dropout and (shorter) context of `config`: nothing tapered
+    and nothing calibrated yet. Its tensors are the file's own. Raises: ModelError."""
+    wanted = skeleton(config, path).state_dict()
+    state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
+    for name in wanted.keys() - state.keys():
+        if name.endswith("weight_tilde"):
+            state[name] = state[name.removesuffix("_tilde")].clone()
+        elif name.rpartition(".")[2] in TRACKED:
+            state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
+    if "pos_emb.weight" in wanted:
+        state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
+    meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
+    return Transformer.from_file({"config": asdict(config), "state": state, "meta": meta}, path)
+
+
 def untapered(file: dict, path, block_size: int) -> Transformer:
     """The network of a file with its plain norms, and a context of `block_size` at most its own."""
     plain = {"form": "trained", **NO_TAPER, **NO_ANCHOR}
     return begun_from(file, replace(config_of(file, path), **plain, block_size=block_size), path)
 
 
-def origin_of(model: Transformer | Distilled, corpus: dict, code: dict) -> dict:
+def origin_of(model: Transformer | Distilled, corpus: dict, device, dtype, ranks: int) -> dict:
     """What a run's files say of where they come from: the text, the versions, and what the weights were."""
+    code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
+    code |= {"rotary angles": ROTARY_ANGLES} if model.config.positions == "rope" else {}
     names = ("tokenizer_sha256", "train_sha256", "val_sha256", "vocab_size", "source", "tokenizer")
     of_weights = {"base": model.meta["base"]} if "base" in model.meta else {}
     return {"corpus": {name: corpus[name] for name in names}, "versions": code, **of_weights}

@@ -25,22 +25,34 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanonorm.errors import ModelError
-from nanonorm.files import FORMAT, check_state, read_file
+from nanonorm.files import FORMAT, check_state, phase_and_gates, read_file
 from nanonorm.generation import KVCache, generate
 from nanonorm.kernels import (
+    add_product,
     attend,
     autocasts,
     eager_training,
     head_loss,
     inverse_rms,
+    product,
     rms_norm,
     rms_norm_and_inverse,
+    scaled,
     swiglu,
     swiglu_product,
     upcast,
 )
-from nanonorm.rotary import rope_tables
-from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, recomputed, stream_scale
+from nanonorm.rotary import is_llama3_scaling, rope_tables
+from nanonorm.scale import (
+    BatchAnchor,
+    ScaleAnchor,
+    Tracker,
+    diagnostics,
+    observe_step,
+    recomputed,
+    stream_scale,
+)
+from nanonorm.schedules import TAPERED_SITES, gate_sites
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole, check, hints, in_words
 
 
@@ -111,7 +123,7 @@ class ModelConfig:
             raise ModelError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
         if not rotary and (self.rope_scaling is not None or self.rope_base != default_base):
             raise ModelError("rope_base and rope_scaling need positions=rope")
-        if self.rope_scaling is not None and not scales(self.rope_scaling):
+        if self.rope_scaling is not None and not is_llama3_scaling(self.rope_scaling):
             four = "factor, low and high frequency factor, original length, and high must be above low"
             raise ModelError(f"rope_scaling must be four numbers: {four}")
         if self.bias and self.qkv_bias:
@@ -146,11 +158,6 @@ class ModelConfig:
 # The knobs that mean something only beside another, and their values where that is off
 NO_TAPER = {"taper": "none", "taper_qk": False, "calib_skip_first": False, "calibration": "least_squares"}
 NO_ANCHOR = {"aux_weight": 0.0, "anchor_target": "fixed", "anchor_unit": "absolute"}
-
-
-def scales(rope_scaling: tuple) -> bool:
-    """True if these can be Llama 3's (factor, low, high, original length)."""
-    return len(rope_scaling) == 4 and rope_scaling[1] < rope_scaling[2]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -226,12 +233,6 @@ class Derf(DyT):
         return torch.erf(torch.addcmul(self.s, self.alpha, h))
 
 
-def scaled(h, weight, bias, centre: bool):
-    """h [- mean(h)], times a vector [+ bias]. (..., D) -> (..., D)."""
-    y = (h - h.mean(-1, keepdim=True) if centre else h) * weight
-    return y if bias is None else y + bias
-
-
 class Scale(nn.Module):
     """What is left of a tapered norm at gate 0, as an explicit element-wise step."""
 
@@ -264,9 +265,7 @@ class TaperNorm(Tracker):
 
     quantities, gains = ("ema_num", "ema_den"), ("weight", "weight_tilde")
 
-    def __init__(
-        self, dim: int, eps: float, centre=False, shift=False, skip_first=False, ema_rate: float = 0.01
-    ):  # fmt: skip
+    def __init__(self, dim: int, eps: float, centre=False, shift=False, skip_first=False, ema_rate=0.01):
         super().__init__(ema_rate)
         self.eps, self.centre, self.skip_first, self.site = eps, centre, skip_first, ()
         for name in self.gains:
@@ -375,7 +374,6 @@ class MeanScaleNorm(TaperNorm):
         self.c.copy_(torch.where(still_up, self.c_now(), self.c))
 
 
-TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "target")  # begin with a taper
 CALIBRATIONS = {"least_squares": TaperNorm, "mean_scale": MeanScaleNorm}
 ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
@@ -387,7 +385,6 @@ NORMS = {  # name -> norm of a ModelConfig
     "dyt": lambda c: DyT(c.n_embd),
     "derf": lambda c: Derf(c.n_embd),
 }
-TAPERED_SITES = {"none": (), "internal": ("block",), "final": ("final",), "all": ("block", "final")}
 
 
 def make_norm(c: ModelConfig, site: str) -> nn.Module:
@@ -400,20 +397,6 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     centre = c.norm == "layernorm"
     shift = centre and c.norm_bias
     return taper_norm(c.n_embd, c.norm_eps, centre, shift)
-
-
-def gate_sites(c) -> list[str]:
-    """The names of the gates of a network, in the order of Transformer.gate: of the norms that taper, the one
-    before an attention with a second, ".v", where values have their own. c: a ModelConfig, or a run's."""
-    in_block = ["norm_attn", "norm_mlp"]
-    if c.calibration == "mean_scale":
-        in_block.insert(1, "norm_attn.v")
-    if c.taper_qk:
-        in_block[-1:-1] = ["attn.norm_q", "attn.norm_k"]
-    tapered = TAPERED_SITES[c.taper]
-    blocks = range(c.n_layer if "block" in tapered else 0)
-    final = ["norm_final"] if "final" in tapered else []
-    return [f"blocks.{i}.{norm}" for i in blocks for norm in in_block] + final
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -511,14 +494,6 @@ def product_matrix(linear: nn.Linear):
     return linear.centred()[0] if type(linear) is CentredLinear else linear.weight
 
 
-def product(linear: nn.Linear, x, inverse=None):
-    """linear(x / r), r given as its inverse (B, T, 1), which scales the product: the bias comes after."""
-    if inverse is None:
-        return linear(x)
-    y = F.linear(x, linear.weight) * inverse
-    return y if linear.bias is None else y + linear.bias
-
-
 class SwiGLU(nn.Module):
     def __init__(self, c: ModelConfig, writer: type[nn.Linear]):
         super().__init__()
@@ -608,12 +583,6 @@ class CoupledBlock(Block):
 
     def fold(self, gains: bool):
         super().fold(gains=True)
-
-
-def add_product(residual, x, linear: nn.Linear):
-    """residual + linear(x) in one product. (B, T, D), (B, T, in) -> (B, T, D)."""
-    residual = residual if linear.bias is None else residual + linear.bias
-    return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
 
 
 class Losses(NamedTuple):
@@ -720,18 +689,6 @@ class Transformer(nn.Module):
             return self.tok_emb.weight, None
         return self.lm_head.weight, self.lm_head.bias
 
-    @torch.no_grad()
-    def diagnostics(self, stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
-
-        |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
-        """
-        h = upcast(stream)
-        y = upcast(self.norm_final(h, self.gate))
-        W = upcast(self.head()[0])
-        s = stream_scale(h, self.config.norm_eps, self.config.norm == "layernorm").mean()
-        return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
-
     def flops_per_token(self) -> int:
         """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention."""
         c = self.config
@@ -778,24 +735,13 @@ class Transformer(nn.Module):
     def update_statistics(self, all_reduce=None):
         """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
         trackers = [t for t in self.trackers().values() if self.phase in t.phases]
-        if not trackers:
-            return
-        flat = torch.cat([t.sums for t in trackers])
-        if all_reduce is not None:
-            all_reduce(flat)
-        means, averages = [], []
-        for t, sums in zip(trackers, flat.split([len(t.sums) for t in trackers]), strict=True):
-            means += (sums[:-1] / sums[-1]).unbind()
-            averages += t.averages()
-        torch._foreach_lerp_(averages, means, self.config.ema_rate)
-        torch._foreach_add_([t.ema_count for t in trackers], 1.0)
-        torch._foreach_zero_([t.sums for t in trackers])
-        for t in trackers:
-            t.follow(self.gate)
+        if trackers:
+            observe_step(trackers, self.gate, self.config.ema_rate, all_reduce)
 
-    # --- text
+    # --- text, and what a log line says
 
     generate = generate
+    diagnostics = diagnostics
 
     # --- files
 
@@ -845,21 +791,6 @@ def config_of(file: dict, path) -> ModelConfig:
     return config
 
 
-def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:
-    """Where the taper of a file stands: its gates by site, or the one of all that earlier versions wrote.
-    Raises: ModelError for what this version does not write."""
-    meta = file["meta"]
-    gates, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
-    if phase not in ("norm", "blend", "scale"):
-        said = phase if isinstance(phase, str) else type(phase).__name__
-        raise ModelError(f"{path} is of another version: it says that its phase is {said}")
-    gates = gates if isinstance(gates, list) and gates else [gates]
-    are_gates = all(isinstance(g, float) and 0 <= g <= 1 for g in gates)
-    if not (are_gates and isinstance(meta.get("corpus", {}), dict)):
-        raise ModelError(f"{path} is of another version: its gate or its corpus is not what this one writes")
-    return phase, gates
-
-
 def skeleton(config: ModelConfig, path) -> Transformer:
     """A model without values, on the meta device. Raises: ModelError if no memory could hold it."""
     try:
@@ -867,22 +798,6 @@ def skeleton(config: ModelConfig, path) -> Transformer:
             return FORMS[config.form](Transformer(replace(config, form="trained")))
     except RuntimeError as e:
         raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None
-
-
-def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
-    """The network of `file` with the norm, taper, dropout and (shorter) context of `config`: nothing tapered
-    and nothing calibrated yet. Its tensors are the file's own. Raises: ModelError."""
-    wanted = skeleton(config, path).state_dict()
-    state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
-    for name in wanted.keys() - state.keys():
-        if name.endswith("weight_tilde"):
-            state[name] = state[name.removesuffix("_tilde")].clone()
-        elif name.rpartition(".")[2] in TRACKED:
-            state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
-    if "pos_emb.weight" in wanted:
-        state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
-    meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
-    return Transformer.from_file({"config": asdict(config), "state": state, "meta": meta}, path)
 
 
 # ---------------------------------------------------------------------------------------------------------

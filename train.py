@@ -13,10 +13,7 @@ at the end, the exports (unfused.pt and folded.pt where a norm can go or shrink,
 
 import gc
 import math
-import re
-import shlex
 import signal
-import statistics
 import sys
 import time
 import warnings
@@ -25,7 +22,6 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from begin import change_of, distance_of, make_trained, origin_of
@@ -37,13 +33,13 @@ from model import Transformer, export, exports
 from nanonorm.cli import parse
 from nanonorm.distill import Distilled
 from nanonorm.errors import one_line_errors
-from nanonorm.files import ROOT, write_file
-from nanonorm.machine import Replayed, keep_freed_memory, set_up, versions, widest_float
+from nanonorm.files import ROOT
+from nanonorm.machine import Replayed, keep_freed_memory, set_up, widest_float
 from nanonorm.nonfinite import first_nonfinite
+from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
-from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, RunFolder, begin, restore
-from nanonorm.schedules import drops, gate_at, lr_at, phase_at
+from nanonorm.schedules import drops, gate_at, lr_at, mean_gate, phase_at
 
 
 @torch.no_grad()
@@ -203,39 +199,8 @@ class Step:
                 raise SystemExit(f"train.py: step {step}: its update left {name} non-finite; {remedy}")
 
 
-def make_optimizer(model: Transformer, cfg: Config, device: torch.device) -> torch.optim.AdamW:
-    """AdamW, fused where that skips a bad step. Matrices decay; gains, shifts and scalars do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
-    betas = (cfg.beta1, cfg.beta2)
-    fused = device.type in ("cpu", "cuda")  # mps has a fused one that would not skip a bad step
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # what is logged
-
-
-def mean_gate(model: Transformer) -> float:
-    """The mean over sites, rounded once: of gates that are all alike it is each of them."""
-    return statistics.mean(model.gate.tolist())
-
-
-KINDS = {  # of weights -> what their names match
-    "qkv": r"attn\.qkv.*weight", "proj": r"attn\.proj.*weight", "gate_up": r"mlp\.(gate_)?up.*weight",
-    "down": r"mlp\.down.*weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
-}  # fmt: skip
-
-
-def grad_norms(names: list[str], norms) -> dict[str, float]:
-    """The mean gradient norm of each kind of weight, over blocks mostly, and that of all. norms: (names)"""
-    out = {"grad/total": torch.linalg.vector_norm(norms).item()}
-    for kind, pattern in KINDS.items():
-        of_kind = [i for i, name in enumerate(names) if re.search(pattern, name)]
-        out[f"grad/{kind}"] = norms[of_kind].mean().item() if of_kind else 0.0
-    return out
 
 
 def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[str, float]:
@@ -249,17 +214,13 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     s, l2 = model.diagnostics(stream)
     mfu = tokens_per_s * model.flops_per_token() / peak if peak else 0.0
     line = grad_norms(list(step.trained), norms)
-    line |= {
-        "train/loss": (ce + aux) / n,
-        "train/ce": ce / n,
-        "train/aux": aux / n,
-        "lr": lr_at(done, step.cfg),
-    }
-    line |= {"s/mean": s.item(), "logits/l2": l2.item(), "perf/tok_s": tokens_per_s, "perf/mfu": mfu}
+    line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n}
+    line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}
+    line |= {"perf/tok_s": tokens_per_s, "perf/mfu": mfu}
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
     if model.taper_norms():
-        line["gate"] = mean_gate(model)
+        line["gate"] = mean_gate(model.gate)
     for name, norm in model.taper_norms().items():
         line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
     return line
@@ -274,7 +235,7 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     if isinstance(model, Distilled):
         line["val/kl"] = validate(model, *rest, of="kl")
     if norms:
-        nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
+        torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
         line["val/loss_gated"] = validate(model, *rest)
     model.train()
     return line
@@ -292,17 +253,9 @@ def export_all(model: Transformer | Distilled, folder: RunFolder, val_tokens, me
         model, meta["merge_error"] = model.plain()
         if meta["merge_error"]:
             print(f"adapters merged: at most {meta['merge_error']:.1e} of a layer's output off, in float64")
-    proofs, paths = [], []
     for name, form in exports(model.config).items():
         exported, errors = export(model, form, sample)
-        write_file(exported.to_file({**meta, "fold_error": errors}), folder.path / name)
-        proofs.append(f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items()))
-        paths.append(str(folder.path / name))
-    quoted = shlex.quote(folder.settings.out_dir)
-    print(f"exported {' and '.join(paths)}")
-    measure = "largest logit difference from the trained model, relative to the largest logit"
-    print(f"{measure}: {'; '.join(proofs)}")
-    print(f"next: python bench.py {quoted}    or    python sample.py {quoted} --prompt=...")
+        folder.export(name, exported.to_file({**meta, "fold_error": errors}))
 
 
 def main(held: ExitStack):
@@ -337,9 +290,8 @@ def main(held: ExitStack):
     # --- run folder
     folder = RunFolder(start, ranks)
     folder.claim(held)
-    code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks.size}
-    code |= {"rotary angles": ROTARY_ANGLES} if cfg.positions == "rope" else {}
-    origin = origin_of(model, corpus, code)
+    origin = origin_of(model, corpus, device, dtype, ranks.size)
+    code = origin["versions"]
 
     def checkpoint():
         step.gather_totals()
@@ -395,7 +347,7 @@ def main(held: ExitStack):
         if line:
             folder.log(line)
         if evals:
-            gate = {"gate": mean_gate(model)} if model.taper_norms() else {}
+            gate = {"gate": mean_gate(model.gate)} if model.taper_norms() else {}
             folder.tell(", ".join(f"{name} {v:.4f}" for name, v in (progress.val | gate).items()))
         if saves or stop:
             checkpoint()
@@ -407,9 +359,7 @@ def main(held: ExitStack):
     gc.enable()
     interrupt.leave_from_now_on()
     if stop := stop or interrupt.asked:
-        resume = f"python train.py --init_from=resume --out_dir={shlex.quote(cfg.out_dir)}"
-        name = signal.Signals(stop).name
-        folder.announce(f"stopped by {name} at step {progress.iter}; go on with: {resume}")
+        folder.stopped(signal.Signals(stop).name)
         sys.exit(128 + stop)
 
     # --- the exports

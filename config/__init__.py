@@ -8,10 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of, gate_sites, phase_and_gates
+from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
-from nanonorm.schedules import drops
+from nanonorm.files import phase_and_gates
+from nanonorm.schedules import drops, gate_sites
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 

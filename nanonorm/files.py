@@ -228,3 +228,18 @@ def check_state(state: dict, wanted: dict, path):
         pieces = state[name].flatten().split(1 << 24)  # the flags of a large tensor would take memory
         if not all(torch.isfinite(piece).all() for piece in pieces):
             raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
+
+
+def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:
+    """Where the taper of a file stands: its gates by site, or the one of all that earlier versions wrote.
+    Raises: ModelError for what this version does not write."""
+    meta = file["meta"]
+    gates, phase = meta.get("gate", 0.0), meta.get("phase", "norm")
+    if phase not in ("norm", "blend", "scale"):
+        said = phase if isinstance(phase, str) else type(phase).__name__
+        raise ModelError(f"{path} is of another version: it says that its phase is {said}")
+    gates = gates if isinstance(gates, list) and gates else [gates]
+    are_gates = all(isinstance(g, float) and 0 <= g <= 1 for g in gates)
+    if not (are_gates and isinstance(meta.get("corpus", {}), dict)):
+        raise ModelError(f"{path} is of another version: its gate or its corpus is not what this one writes")
+    return phase, gates

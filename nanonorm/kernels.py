@@ -1,4 +1,4 @@
-"""Norms, SwiGLU, attention and the loss by the fastest kernels at hand, on a CPU above all.
+"""Norms, products, SwiGLU, attention and the loss by the fastest kernels at hand, on a CPU above all.
 
 Each function says what it computes; how it does so on which machine is its own affair. results/NOTES.md has
 what each special kernel saves. Shapes: B batch, T time, D width, H query heads, K key/value heads, C head
@@ -53,6 +53,12 @@ def rms_norm_and_inverse(h, weight, bias, eps: float, fixed=None):
     return EagerRMSNorm.apply(h, weight, bias, eps, fixed)
 
 
+def scaled(h, weight, bias, centre: bool):
+    """h [- mean(h)], times a vector [+ bias]. (..., D) -> (..., D)."""
+    y = (h - h.mean(-1, keepdim=True) if centre else h) * weight
+    return y if bias is None else y + bias
+
+
 class EagerRMSNorm(torch.autograd.Function):
     """F.rms_norm is a chain of operators in eager mode on a CPU, each with a backward of its own; this one
     keeps a third less for its backward."""
@@ -83,6 +89,24 @@ class EagerRMSNorm(torch.autograd.Function):
         if fixed is not None:
             of_h.addcmul_(g, fixed)
         return of_h.to(h.dtype), of_weight, of_bias, None, of_fixed
+
+
+# ---------------------------------------------------------------------------------------------------------
+# matrix products beside a statistic or the stream
+
+
+def product(linear: nn.Linear, x, inverse=None):
+    """linear(x / r), r given as its inverse (B, T, 1), which scales the product: the bias comes after."""
+    if inverse is None:
+        return linear(x)
+    y = F.linear(x, linear.weight) * inverse
+    return y if linear.bias is None else y + linear.bias
+
+
+def add_product(residual, x, linear: nn.Linear):
+    """residual + linear(x) in one product. (B, T, D), (B, T, in) -> (B, T, D)."""
+    residual = residual if linear.bias is None else residual + linear.bias
+    return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
 
 
 # ---------------------------------------------------------------------------------------------------------

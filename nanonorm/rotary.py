@@ -37,3 +37,8 @@ def llama3_frequencies(frequency, factor: float, low: float, high: float, origin
     blend = (1 - kept) * frequency / factor + kept * frequency
     slowed = torch.where(wavelength > original / low, frequency / factor, blend)
     return torch.where(wavelength < original / high, frequency, slowed)
+
+
+def is_llama3_scaling(rope_scaling: tuple) -> bool:
+    """True if these can be Llama 3's (factor, low, high, original length)."""
+    return len(rope_scaling) == 4 and rope_scaling[1] < rope_scaling[2]

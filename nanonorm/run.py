@@ -10,6 +10,7 @@ A checkpoint is a model file with more in it: the optimizer's state, the setting
 
 import difflib
 import json
+import shlex
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -275,6 +276,7 @@ class RunFolder:
         self.settings, self.progress, self.ranks = start.settings, start.progress, ranks
         self.path, self.source, self.ran_with = Path(start.settings.out_dir), start.source, start.ran_with
         self.newest, self.previous = self.path / "ckpt.pt", self.path / "ckpt.prev.pt"
+        self.quoted, self.exported = shlex.quote(start.settings.out_dir), {}
         self.metrics = self.wandb = self.bar = None
         self.peak = 0.0  # FLOP/s of all ranks together, on the main one
 
@@ -373,6 +375,27 @@ class RunFolder:
         write_file(file | {"progress": kept}, self.newest, kept=self.previous)
 
     @by_main_rank
+    def export(self, name: str, file: dict):
+        """Write an export, whose meta holds its fold_error."""
+        write_file(file, self.path / name)
+        self.exported[name] = file["meta"]["fold_error"]
+
+    @by_main_rank
     def finish(self):
+        """Say what was exported, how well it was proved, and what comes next."""
+        print(f"exported {' and '.join(str(self.path / name) for name in self.exported)}")
+        proofs = [
+            f"{name} " + ", ".join(f"{error:.1e} in {kind}" for kind, error in errors.items())
+            for name, errors in self.exported.items()
+        ]
+        measure = "largest logit difference from the trained model, relative to the largest logit"
+        print(f"{measure}: {'; '.join(proofs)}")
+        print(f"next: python bench.py {self.quoted}    or    python sample.py {self.quoted} --prompt=...")
         if self.wandb is not None:
             self.wandb.finish()
+
+    @by_main_rank
+    def stopped(self, name: str):
+        """Say by which signal the run ended before its end, and how it goes on."""
+        resume = f"python train.py --init_from=resume --out_dir={self.quoted}"
+        print(f"stopped by {name} at step {self.progress.iter}; go on with: {resume}")

@@ -22,11 +22,24 @@ def stream_scale(h, eps: float, centre: bool):
     return torch.sqrt(power + eps)
 
 
+@torch.no_grad()
+def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
+
+    |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
+    """
+    h = upcast(stream)
+    y = upcast(model.norm_final(h, model.gate))
+    W = upcast(model.head()[0])
+    s = stream_scale(h, model.config.norm_eps, model.config.norm == "layernorm").mean()
+    return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
+
+
 class Tracker(nn.Module):
     """Bias-corrected EMAs of token means, one observation per optimizer step, collected in some phases.
 
     `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
-    its tokens and, last, the number of tokens; Transformer.update_statistics turns it into the observation.
+    its tokens and, last, the number of tokens; observe_step turns it into the observation.
     """
 
     quantities: tuple[str, ...]
@@ -70,6 +83,23 @@ class Tracker(nn.Module):
             remedy = "raise gate_start, or lower learning_rate and start anew"
             raise ModelError(f"cannot calibrate on {seen}: {cause}; {remedy}")
         buffer.copy_(value)
+
+
+def observe_step(trackers: list[Tracker], gate, rate: float, all_reduce=None):
+    """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
+    place."""
+    flat = torch.cat([t.sums for t in trackers])
+    if all_reduce is not None:
+        all_reduce(flat)
+    means, averages = [], []
+    for t, sums in zip(trackers, flat.split([len(t.sums) for t in trackers]), strict=True):
+        means += (sums[:-1] / sums[-1]).unbind()
+        averages += t.averages()
+    torch._foreach_lerp_(averages, means, rate)
+    torch._foreach_add_([t.ema_count for t in trackers], 1.0)
+    torch._foreach_zero_([t.sums for t in trackers])
+    for t in trackers:
+        t.follow(gate)
 
 
 def distance(s, target, relative: bool):

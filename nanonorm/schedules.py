@@ -1,9 +1,10 @@
-"""Schedules: the learning rate, the phase and the gates as functions of the step.
+"""Schedules: the learning rate, the phase and the gates as functions of the step, and what each gate is of.
 
 `cfg` is a resolved config.Config. Steps count from 0; what holds at step k holds for optimizer step k.
 """
 
 import math
+import statistics
 from itertools import accumulate
 
 
@@ -39,13 +40,36 @@ def gate_at(step: int, cfg) -> float:
     return CURVES[cfg.gate_schedule](step - cfg.gate_start, cfg.gate_end - cfg.gate_start)
 
 
+def mean_gate(gates) -> float:
+    """The mean over sites, rounded once: of gates that are all alike it is each of them. gates: (sites)"""
+    return statistics.mean(gates.tolist())
+
+
+# taper -> the kinds of norms that it gates
+TAPERED_SITES = {"none": (), "internal": ("block",), "final": ("final",), "all": ("block", "final")}
+
+
+def gate_sites(c) -> list[str]:
+    """The names of the gates of a network, in the order of Transformer.gate: of the norms that taper, the one
+    before an attention with a second, ".v", where values have their own. c: a ModelConfig, or a run's."""
+    in_block = ["norm_attn", "norm_mlp"]
+    if c.calibration == "mean_scale":
+        in_block.insert(1, "norm_attn.v")
+    if c.taper_qk:
+        in_block[-1:-1] = ["attn.norm_q", "attn.norm_k"]
+    tapered = TAPERED_SITES[c.taper]
+    blocks = range(c.n_layer if "block" in tapered else 0)
+    final = ["norm_final"] if "final" in tapered else []
+    return [f"blocks.{i}.{norm}" for i in blocks for norm in in_block] + final
+
+
 ORDER = {  # a norm's gate, without its block -> when its turn comes
     "norm_mlp": 0, "norm_attn": 1, "attn.norm_q": 1, "attn.norm_k": 1, "norm_attn.v": 2, "norm_final": 3,
 }  # fmt: skip
 
 
 def drops(cfg, sites: list[str]) -> list[int]:
-    """The step from which each of `sites` (model.gate_sites) is at gate 0, where they fall one by one.
+    """The step from which each of `sites` (gate_sites) is at gate 0, where they fall one by one.
 
     First the MLP norms from the first block to the last, gate_gaps[0] steps apart; so the attention norms for
     queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at last. From one kind

@@ -25,11 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from begin import begun_from
 from config import Config
 from data import open_corpus, refuse_other_tokens
 from data.sampling import few_windows, windows
 from data.tokenizer import load_tokenizer
-from model import Transformer, begun_from, config_of
+from model import Transformer, config_of
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput, one_line_errors

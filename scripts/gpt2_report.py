@@ -21,11 +21,10 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
-from model import gate_sites
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.schedules import drops
+from nanonorm.schedules import drops, gate_sites
 from nanonorm.typed import Count
 from scripts.figures import COLUMNS, Figures, Panel, curve, series_of
 from scripts.report import FinishedRun, load, markdown, spread, stream_rms

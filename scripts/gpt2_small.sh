@@ -6,12 +6,13 @@
 #     TRY=1 bash scripts/gpt2_small.sh /tmp/try     # at toy sizes, on text of this repository
 #
 # A DIR holds train.txt and valid.txt, in which a line <|endoftext|> follows every document. The network
-# learns from both; WIKITEXT is never trained on. JOBS (2) runs at a time, THREADS (1) for each. All is kept in
-# data/ and out/: the same call goes on after an interruption.
+# learns from both; WIKITEXT is never trained on. JOBS (2) runs at a time, THREADS (1) for each; FLAGS are of
+# every run, such as "--compile=True --dtype=bfloat16" for a CPU with AMX. All is kept in data/ and out/: the
+# same call goes on after an interruption.
 set -euo pipefail
 out=$(mkdir -p "${1:?name a folder for the report}" && cd "$1" && pwd)
 here=$(cd "$(dirname "$0")/.." && pwd)
-work=$here seeds=1,2,3 vocab=2048 base="" more=""
+work=$here seeds=1,2,3 vocab=2048 base="" more=${FLAGS:-}
 if [ -n "${TRY:-}" ]; then
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
@@ -20,7 +21,7 @@ if [ -n "${TRY:-}" ]; then
     cat "$here"/nanonorm/*.py >"$work/text/train.txt"
     cp "$here/model.py" "$work/text/valid.txt"
     cp "$here/README.md" "$work/text/other.txt"
-    seeds=1,2 vocab=400 more="--batch_size=2 --block_size=32 --max_iters=350 --eval_interval=350"
+    seeds=1,2 vocab=400 more="$more --batch_size=2 --block_size=32 --max_iters=350 --eval_interval=350"
     base="--n_layer=2 --n_embd=16 --n_head=2 --block_size=32 --batch_size=2 --max_iters=30 --warmup_iters=3
         --lr_decay_iters=20 --eval_interval=10 --log_interval=5"
 fi
@@ -48,7 +49,7 @@ for text in "stories=$STORIES/valid.txt" "books=$BOOKS/valid.txt" "wikitext=$WIK
 done
 
 # shellcheck disable=SC2086  # the flags are words
-python "$here/train.py" "$here/config/gpt2_tiny.py" --init_from=auto --dataset="$corpus" $base
+python "$here/train.py" "$here/config/gpt2_tiny.py" --init_from=auto --dataset="$corpus" ${FLAGS:-} $base
 # shellcheck disable=SC2086
 printf '%s\n' vanilla fakeln internal all | xargs -P "${JOBS:-2}" -I{} \
     python "$here/scripts/sweep.py" "$here/config/gpt2_tiny_{}.py" --out=out/gpt2_small/{} --seed=$seeds \

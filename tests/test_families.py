@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from begin import begun_from
 from model import (
     FORMS,
     ModelConfig,
     Scale,
     TaperNorm,
     Transformer,
-    begun_from,
     export,
     fold,
     fold_error,

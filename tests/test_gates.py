@@ -24,13 +24,15 @@ from conftest import (
 from running import assert_same_run, final, flags, metrics, refused, train
 from test_taper import EXACT, Operators, normalized, stream
 
+from begin import begun_from
 from config import Config, ModelKnobs
-from model import MeanScaleNorm, ModelConfig, Transformer, begun_from, export, exports, gate_sites
+from model import MeanScaleNorm, ModelConfig, Transformer, export, exports
 from nanonorm import schedules
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.kernels import head_loss
 from nanonorm.ranks import Ranks
 from nanonorm.scale import stream_scale
+from nanonorm.schedules import gate_sites
 from scripts.speed.turns import tensor_peak
 from train import Step
 

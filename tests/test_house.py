@@ -20,8 +20,8 @@ MAY_IMPORT = {  # room -> what it may import of the project, besides itself
     "train": FLOORS | {"begin"},
     "sample": FLOORS,
     "bench": FLOORS,
-    "scripts": FLOORS | {"sample", "bench"},
-    "scripts/speed": FLOORS | {"sample", "bench", "train.Step"},
+    "scripts": FLOORS | {"begin", "sample", "bench"},
+    "scripts/speed": FLOORS | {"begin", "sample", "bench", "train.Step"},
 }
 TESTS = {"tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
 PROJECT = {room.partition("/")[0] for room in MAY_IMPORT} | TESTS

@@ -13,10 +13,10 @@ import torch
 from conftest import one_line, tiny
 from running import ROOT, assert_same_run, flags, metrics, train
 
-import train as trainer
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.machine import keep_freed_memory, pick_device, pick_dtype, widest_float
+from nanonorm.optimizer import make_optimizer
 
 # Runs commands in one process, as another system would, and prints what they looked for in vain.
 ELSEWHERE = """
@@ -141,5 +141,5 @@ def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatc
 
 @pytest.mark.parametrize("device, fused", [("cpu", True), ("cuda", True), ("mps", False), ("meta", False)])
 def test_adamw_is_fused_only_where_it_skips_a_bad_step(device, fused):
-    optimizer = trainer.make_optimizer(tiny(), Config(), torch.device(device))
+    optimizer = make_optimizer(tiny(), Config(), torch.device(device))
     assert optimizer.defaults["fused"] == fused

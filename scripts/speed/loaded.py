@@ -22,8 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from begin import begun_from
 from bench import hardware
-from model import TOLERANCE, Transformer, begun_from, fold
+from model import TOLERANCE, Transformer, fold
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
