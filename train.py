@@ -39,7 +39,7 @@ from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
 from nanonorm.run import Beginning, RunFolder, begin, restore
-from nanonorm.schedules import drops, gate_at, lr_at, mean_gate, phase_at
+from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
 @torch.no_grad()
@@ -76,9 +76,9 @@ class Step:
         self.model, self.cfg, self.ranks = model, cfg, ranks
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.size
         model.mask_end, model.grad_checkpoint = cfg.mask_end, cfg.grad_checkpoint
-        self.drops = None  # the step at which each gate falls, where they fall one by one
+        self.drop_steps = None  # the step at which each gate falls, where they fall one by one
         if cfg.gate_gaps is not None:
-            self.drops = torch.tensor(drops(cfg, model.gate_sites()), device=device)
+            self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
         self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
         compiles = device.type == "cuda" if cfg.compile is None else cfg.compile
         self.forward = torch.compile(model) if compiles else model
@@ -117,10 +117,10 @@ class Step:
 
     def set_gate(self, step: int):
         """Set the gates of a step, with nothing that comes from the host's memory."""
-        if self.drops is None:
+        if self.drop_steps is None:
             self.model.gate.fill_(gate_at(step, self.cfg))
         else:
-            self.model.gate.copy_(self.drops > step)
+            self.model.gate.copy_(self.drop_steps > step)
 
     def seed_dropout(self, step: int, micro: int):
         """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""

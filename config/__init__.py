@@ -12,7 +12,7 @@ from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
-from nanonorm.schedules import drops, gate_sites
+from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 
@@ -120,14 +120,15 @@ class Config(ModelKnobs):
         if self.gate_start is None:
             self.gate_start = self.warmup_iters
         one_by_one = self.gate_schedule == "sequential"
-        if one_by_one and self.taper == "none":
-            raise BadInput("gate_schedule=sequential needs a taper: with taper=none no norm goes")
+        if one_by_one and self.taper not in ("internal", "all"):
+            needs = "needs taper=internal or all, of which norms go one by one"
+            raise BadInput(f"gate_schedule=sequential {needs}")
         if one_by_one != (self.gate_gaps is not None):
             raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps=2,2,3")
         if one_by_one and len(self.gate_gaps) != 3:
             three = "MLPs' norms, attentions' for queries and keys, for values"
             raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {self.gate_gaps}")
-        last = max(drops(self, gate_sites(self))) if one_by_one else self.max_iters
+        last = max(drop_steps(self, gate_sites(self))) if one_by_one else self.max_iters
         if one_by_one and self.gate_end not in (None, last):
             said = f"gate_end={self.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
             raise BadInput(f"{said}; leave it out, or set gate_end=None")

@@ -94,6 +94,15 @@ def dtype_of(vocab_size: int) -> str:
     return "<u2" if vocab_size <= MAX_VOCAB else "<u4"
 
 
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, again: bool):
+    """Write a tokenizer's files; `again`: where those of another may stand, which then go."""
+    for name in set(TOKENIZER_FILES) - tokenizer.files.keys() if again else ():
+        (folder / name).unlink(missing_ok=True)
+    for name, content in tokenizer.files.items():
+        with atomic_write(folder / name) as f:
+            f.write(content)
+
+
 def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
     """Tokenize a stream into an open binary file, with an end token after each document, and a begin token
     before it where the tokenizer has one.
@@ -247,13 +256,9 @@ def prepare(
         refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
-        stale = set(TOKENIZER_FILES) if meta_file.exists() else set()
+        again = meta_file.exists()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
-    for name in stale - tokenizer.files.keys():  # the tokenizer before had these
-        (out_dir / name).unlink(missing_ok=True)
-    for name, content in tokenizer.files.items():
-        with atomic_write(out_dir / name) as f:
-            f.write(content)
+    write_tokenizer(out_dir, tokenizer, again)
     dtype, model_name = dtype_of(tokenizer.vocab_size), next(iter(tokenizer.files))
     check_written(train_bin, of_train, dtype)
     check_written(val_bin, of_val, dtype)

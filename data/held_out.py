@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import HeldOut, dtype_of, open_held_out, with_bar, write_tokens
+from data import HeldOut, dtype_of, open_held_out, with_bar, write_tokenizer, write_tokens
 from data.hub import HubSet
 from data.local import check_files, documents
 from data.openwebtext.prepare import HUB_NAME, split_of, texts
@@ -145,13 +145,12 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
         raise BadInput(f"meta.json cannot hold the source {more['source']!a}; give it a printable name")
     if (folder / "train.bin").exists():
         raise BadInput(f"{folder} holds a corpus to train on; name another --out_dir")
+    again = (folder / "meta.json").exists()
     (folder / "meta.json").unlink(missing_ok=True)  # from here on an old one would describe other files
     dtype = dtype_of(tokenizer.vocab_size)
     with atomic_write(folder / "val.bin") as f:
         f.write(tokens.astype(dtype).tobytes())
-    for name, content in tokenizer.files.items():
-        with atomic_write(folder / name) as f:
-            f.write(content)
+    write_tokenizer(folder, tokenizer, again)
     meta = HeldOut(
         vocab_size=tokenizer.vocab_size,
         tokenizer=next(iter(tokenizer.files)),

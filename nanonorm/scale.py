@@ -171,7 +171,7 @@ class BatchAnchor(nn.Module):
 
 
 @contextmanager
-def repeating(block: nn.Module):
+def unobserved(block: nn.Module):
     """Let nothing in a block be observed a second time."""
     trackers = [m for m in block.modules() if isinstance(m, Tracker)]
     for tracker in trackers:
@@ -189,4 +189,4 @@ def recomputed(block: nn.Module, *args):
     again = partial(checkpoint, block, *args, use_reentrant=False, preserve_rng_state=block.dropout > 0)
     if torch.compiler.is_compiling():
         return again()
-    return again(context_fn=lambda: (nullcontext(), repeating(block)))
+    return again(context_fn=lambda: (nullcontext(), unobserved(block)))

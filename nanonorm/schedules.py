@@ -68,7 +68,7 @@ ORDER = {  # a norm's gate, without its block -> when its turn comes
 }  # fmt: skip
 
 
-def drops(cfg, sites: list[str]) -> list[int]:
+def drop_steps(cfg, sites: list[str]) -> list[int]:
     """The step from which each of `sites` (gate_sites) is at gate 0, where they fall one by one.
 
     First the MLP norms from the first block to the last, gate_gaps[0] steps apart; so the attention norms for

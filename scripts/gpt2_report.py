@@ -24,7 +24,7 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.schedules import drops, gate_sites
+from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
 from scripts.figures import COLUMNS, Figures, Panel, curve, series_of
 from scripts.report import FinishedRun, load, markdown, spread, stream_rms
@@ -90,7 +90,7 @@ def events_of(run: FinishedRun) -> dict[int, list[str]]:
     """{step: the gates that fall at it} of a sequential removal."""
     config, events = Config(**run.settings), {}
     sites = gate_sites(config)
-    for site, step in zip(sites, drops(config, sites), strict=True):
+    for site, step in zip(sites, drop_steps(config, sites), strict=True):
         events.setdefault(step, []).append(site)
     return events
 

@@ -96,7 +96,7 @@ def test_the_order_of_a_sequential_removal_is_the_recipes(size):
     fake = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=layers, max_iters=2000)
     cfg = Config(**fake, gate_start=start, gate_schedule="sequential", gate_gaps=gaps).resolve()
     sites = gate_sites(cfg)
-    steps = dict(zip(sites, schedules.drops(cfg, sites), strict=True))
+    steps = dict(zip(sites, schedules.drop_steps(cfg, sites), strict=True))
     for kind, (first, last) in zip(("norm_mlp", "norm_attn", "norm_attn.v"), wanted, strict=False):
         of_kind = [steps[f"blocks.{i}.{kind}"] for i in range(layers)]
         assert of_kind == list(range(first, last + 1, (last - first) // (layers - 1))), kind
@@ -149,7 +149,7 @@ def test_gates_that_go_down_alike(schedule):
 
 def test_gates_that_go_down_one_by_one():
     cfg, step = small_run(**ONE_BY_ONE)
-    steps = schedules.drops(cfg, step.model.gate_sites())
+    steps = schedules.drop_steps(cfg, step.model.gate_sites())
     assert len(steps) == 7 and max(steps) == cfg.gate_end == 3 + 2 * (1 + 2 + 3)
     place = step.model.gate.data_ptr()
     for k in range(40):
@@ -166,7 +166,8 @@ def test_gates_that_go_down_one_by_one():
         ({**ONE_BY_ONE, "gate_gaps": (1, 1)}, "three numbers"),
         ({**ONE_BY_ONE, "gate_end": 17}, "at step 15; leave it out"),
         ({**ONE_BY_ONE, "max_iters": 14}, "beyond max_iters=14"),
-        ({**ONE_BY_ONE, "taper": "none"}, "needs a taper"),
+        ({**ONE_BY_ONE, "taper": "none"}, "needs taper=internal or all"),
+        ({**ONE_BY_ONE, "taper": "final"}, "needs taper=internal or all"),
         ({"gate_start": 0}, "gate_start"),
     ],
 )
@@ -273,7 +274,7 @@ def test_c_follows_until_its_last_gate_is_down(schedule, skip_first):
     for name, module in model.named_modules():
         if name in seen:
             module.register_forward_hook(lambda m, args, out, n=name: seen[n].append(args[0].detach()))
-    down = dict(zip(sites, schedules.drops(cfg, sites), strict=True)) if schedule == "sequential" else {}
+    down = dict(zip(sites, schedules.drop_steps(cfg, sites), strict=True)) if schedule == "sequential" else {}
     by_hand = dict.fromkeys([n for n in sites if not n.endswith(".v")], 0.0)
     wanted, begun = {}, {}
 

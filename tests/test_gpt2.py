@@ -16,7 +16,7 @@ from running import metrics, train
 from config import Config
 from model import Transformer
 from nanonorm.cli import parse
-from nanonorm.schedules import drops, lr_at
+from nanonorm.schedules import drop_steps, lr_at
 
 SLOW = ("vanilla", "internal")
 every_protocol = pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_fakeln_removes_in_the_order_of_its_code(size):
     kinds = ("norm_mlp", "norm_attn", "norm_attn.v")
     sites = {kind: [f"blocks.{i}.{kind}" for i in range(layers)] for kind in kinds}
     for kind, first, last, gap in zip(kinds, firsts[:3], LAST[size], gaps, strict=True):
-        assert drops(c, sites[kind]) == list(range(first, last + 1, gap)), kind
-    assert drops(c, ["norm_final"]) == [firsts[3]]
+        assert drop_steps(c, sites[kind]) == list(range(first, last + 1, gap)), kind
+    assert drop_steps(c, ["norm_final"]) == [firsts[3]]
     assert (c.taper, c.calibration, c.anchor_target) == ("all", "mean_scale", "batch")
     assert (c.gate_start, c.aux_weight) == (firsts[0], weight)
 
@@ -193,8 +193,8 @@ def test_the_small_runs_keep_the_schedule_of_gpt2_small():
     small, tiny = settings("gpt2_s_fakeln", "--n_layer=12"), settings("gpt2_tiny_fakeln", "--n_layer=4")
     for site in ("norm_mlp", "norm_attn", "norm_attn.v"):
         first = f"blocks.0.{site}"
-        assert drops(tiny, [first])[0] == pytest.approx(drops(small, [first])[0] * 10 / 3, abs=1)
-    assert drops(tiny, ["norm_final"]) == [347]
+        assert drop_steps(tiny, [first])[0] == pytest.approx(drop_steps(small, [first])[0] * 10 / 3, abs=1)
+    assert drop_steps(tiny, ["norm_final"]) == [347]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_pile_is_the_first_records_recut(hub, bpe_corpus, tmp_path, capfd):
     assert data.open_held_out(tmp_path)[2].tolist() == stream
 
 
-def test_text_of_ones_own(bpe_corpus, tmp_path):
+def test_text_of_ones_own(corpus, bpe_corpus, tmp_path):
     (tmp_path / "own.txt").write_text("".join(f"{text}\n{END}\n" for text in texts(5)))
     flags = [f"--text={tmp_path}/own.txt", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}/set"]
     train(*flags, program=HELD_OUT)
@@ -195,6 +195,9 @@ def test_text_of_ones_own(bpe_corpus, tmp_path):
     assert len(tokens) == manifest.val_tokens
     with pytest.raises(BadInput, match=r"no train\.bin"):
         data.prepare_if_missing(tmp_path / "set")
+    train(*flags, f"--tokenizer={corpus}", program=HELD_OUT)  # once more, in the other kind of tokens
+    assert documents(tmp_path / "set", "val") == texts(5)
+    assert {path.name for path in (tmp_path / "set").iterdir()} == {"val.bin", "tokenizer.model", "meta.json"}
 
 
 @pytest.mark.parametrize(
