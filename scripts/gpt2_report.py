@@ -222,15 +222,18 @@ def preamble(base: FinishedRun, runs: dict[str, list[FinishedRun]]) -> list[str]
     said = f"val/loss {last['val/loss']:.4f}, {fell:.2f}% below that of step {near:,}"
     ran = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
     steps_of = {run.settings["max_iters"] for found in runs.values() for run in found}
+    commits = {str(run.head["versions"]["commit"]) for found in runs.values() for run in found}
     text = [
         f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
         f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
         f"- Runs from it: {'; '.join(ran)}; {', '.join(f'{n:,}' for n in sorted(steps_of))} steps",
         "- Gaps are by pairs of the same seed, with 95% intervals by Student's t; ± elsewhere is a standard "
         "deviation over seeds",
-        f"- {', '.join(f'{name} {versions[name]}' for name in ('device', 'torch', 'commit'))}",
+        f"- {versions['processor']}, torch {versions['torch']}, {versions['dtype']}; commit "
+        f"{versions['commit']} of the network, {', '.join(sorted(commits))} of the runs",
     ]
-    return ["# GPT-2 without LayerNorm, small", "    " + shlex.join(["python", *sys.argv]), "\n".join(text)]
+    command = ["python", "scripts/gpt2_report.py", *sys.argv[1:]]
+    return ["# GPT-2 without LayerNorm, small", "    " + shlex.join(command), "\n".join(text)]
 
 
 def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:

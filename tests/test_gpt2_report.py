@@ -1,0 +1,65 @@
+"""The report of fine-tuned GPT-2s: gaps by pairs, intervals, and what each removal does, on known numbers."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+
+from config import Config
+from scripts import gpt2_report as r
+from scripts.report import FinishedRun
+
+FAKELN = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=2, warmup_iters=2,
+              gate_schedule="sequential", gate_start=12, gate_gaps=(20, 20, 20), max_iters=220)  # fmt: skip
+JUMP, LEVEL = 0.5, 0.25  # nats that a removal costs in its step, and a step later
+
+
+def run(protocol: str, seed: int, more=lambda step: 0.0) -> FinishedRun:
+    """A run that logs every step: its training loss is 3 + seed/10 + more(step)."""
+    settings = asdict(Config(**FAKELN, seed=seed).resolve())
+    lines = [{"iter": k + 1, "train/ce": 3 + seed / 10 + more(k)} for k in range(settings["max_iters"])]
+    return FinishedRun(Path(protocol) / f"seed{seed}", protocol, settings, {}, {}, lines)
+
+
+def test_an_interval_is_students():
+    assert r.interval([1.0, 2.0, 3.0]) == f"+2.0000 ± {4.303 / np.sqrt(3):.4f}"
+    assert r.interval([0.5]) == "+0.5000" and r.interval([]) == "-"
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.t.ppf(0.975, range(1, len(r.T95) + 1)).round(3).tolist() == list(r.T95)
+
+
+def test_gaps_are_by_pairs_of_a_seed():
+    """Seeds differ by 1 and protocols by 0.01, so a gap not by pairs would be lost in its spread."""
+    rows = []
+    for protocol, gap in {"vanilla": 0.0, "fakeln": 0.03, "internal": 0.01, "all": 0.02}.items():
+        for seed in (1, 2, 3):
+            ce = seed + gap
+            losses = {"ce": ce, "ce_no_end": ce, "median": ce, "p99.9": ce}
+            rows.append({"model": f"out/{protocol}/seed{seed}", "data": "data/held_out_books", **losses})
+    rows.append({**rows[0], "model": "out/base"})
+    found = r.losses({"rows": rows})
+    assert list(found) == ["books"] and len(found["books"]) == 13
+    table, said = r.text_table(found["books"])
+    cells = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines()}
+    assert cells["fakeln"] == "+0.0300 ± 0.0000" and cells["internal"] == "+0.0100 ± 0.0000"
+    assert cells["before"] == cells["vanilla"] == "-"
+    assert said.startswith("internal less fakeln: -0.0200") and "all less internal: +0.0100" in said
+
+
+def test_each_removal_has_its_row():
+    """A first removal that costs JUMP in its step and LEVEL from then on; the others cost nothing."""
+    events = r.events_of(run("fakeln", 1))
+    first = min(events)
+    assert events[first] == ["blocks.0.norm_mlp"] and sum(map(len, events.values())) == 7
+    fakeln = [run("fakeln", s, lambda k: JUMP if k == first else LEVEL * (k > first)) for s in (1, 2)]
+    lines = r.event_table(fakeln, [run("vanilla", s) for s in (1, 2)]).splitlines()[2:]
+    assert len(lines) == len(events)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][0] == str(first) == "12" and cells[1][0] == "32"
+    assert cells[0][2:] == ["0.0000 ± 0.0000", f"+{JUMP:.4f} ± 0.0000", f"+{LEVEL:.4f} ± 0.0000"]
+    for row in cells[1:]:
+        assert row[2] == f"{LEVEL:.4f} ± 0.0000" and [float(x.split()[0]) for x in row[3:]] == [0.0, 0.0]
