@@ -18,12 +18,14 @@ from test_init_from import hf_folder
 from bench import Bench
 from config import Config
 from data import held_out
+from data.nemotron import prepare as nemotron
 from data.openwebtext import prepare as openwebtext
 from nanonorm.cli import parse
 from nanonorm.files import ROOT
 from sample import Sample
 from scripts import sweep
 from scripts.convert import Convert
+from scripts.couple import Couple
 from scripts.evaluate import Evaluate
 from scripts.figures import Picture
 from scripts.foldable import Foldable, expand_flags
@@ -38,9 +40,11 @@ COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split(
 KNOBS = {
     "bench.py": Bench,
     "data/held_out.py": held_out.Knobs,
+    "data/nemotron/prepare.py": nemotron.Knobs,
     "data/openwebtext/prepare.py": openwebtext.Knobs,
     "sample.py": Sample,
     "scripts/convert.py": Convert,
+    "scripts/couple.py": Couple,
     "scripts/evaluate.py": Evaluate,
     "scripts/figures.py": Picture,
     "scripts/foldable.py": Foldable,
