@@ -189,7 +189,9 @@ def test_the_small_runs_keep_the_schedule_of_gpt2_small():
         for name in names:
             assert getattr(tiny, name) == pytest.approx(getattr(small, name) * 10 / 3, abs=1), name
         assert (tiny.learning_rate, tiny.min_lr, tiny.dropout) == (6e-4, 3e-4, 0.1)
-        assert tiny.batch_size * tiny.block_size == 4096 and tiny.init_from == settings("gpt2_tiny").out_dir
+        base = settings("gpt2_tiny")
+        assert tiny.batch_size * tiny.block_size == 2048 and tiny.init_from == base.out_dir
+        assert base.batch_size * base.block_size == 4096 and base.max_iters == 8000
     small, tiny = settings("gpt2_s_fakeln", "--n_layer=12"), settings("gpt2_tiny_fakeln", "--n_layer=4")
     for site in ("norm_mlp", "norm_attn", "norm_attn.v"):
         first = f"blocks.0.{site}"
