@@ -4,8 +4,8 @@ In GPT-2 the residual stream of position 0 is tens of times as large as the othe
 c* weights each token by |hbar gamma|^2, so that one token can drag it down for all others; FakeLN's 1/mean of
 sigma hardly moves. For every norm of the stream this measures both, on held-out text and with the
 checkpoint's own gains, with position 0 and without, each times the mean sigma of the other positions: 1 where
-the scaling has their size. It is below 1 in any case, for
-sigma varies; "skip first" shows by how much.
+the scaling has their size. Sigma varies, so c* alone would be a little below 1 (gamma may move it either
+way); "skip first" shows by how much.
 """
 
 from contextlib import ExitStack
@@ -79,7 +79,14 @@ def measure(model: Transformer, batches, device) -> list[dict]:
     return [watch.row(name) for name, watch in watches.items()]
 
 
-HEADS = ("norm", "sigma, position 0", "sigma, others", "c* sigma", "c* sigma, skip first", "sigma / mean")
+HEADS = (
+    "norm",
+    "sigma, position 0",
+    "sigma, others",
+    "c* sigma",
+    "c* sigma, skip first",
+    "sigma / mean sigma",
+)
 KEYS = ("c_times_sigma", "c_skip_first_times_sigma", "c_mean_scale_times_sigma")
 
 

@@ -337,7 +337,7 @@ def main(argv: list[str]):
             f.write(json.dumps(report) + "\n")
     print(json.dumps(report))
     if k.within and not any(row["paper"] for row in rows):
-        say("--within had nothing to compare: the paper has no figure of these networks on these texts")
+        raise BadInput("--within: the paper has no figure of these networks on these texts")
     far = [row for row in rows if k.within and row.get("paper") and abs(row["ce"] - row["paper"]) > k.within]
     if far:
         row = far[0]

@@ -26,11 +26,13 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
+from scripts.calibration import HEADS
 from scripts.figures import COLUMNS, Figures, Panel, curve, series_of
 from scripts.report import FinishedRun, load, markdown, spread, stream_rms
 from scripts.runs import Unusable
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
+WITH_FIRST = ("internal_with_first", "all_with_first")  # position 0 in c as well: in the tables alone
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, by degrees of freedom
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
@@ -57,7 +59,7 @@ class Knobs:
 def collect(folder: Path) -> dict[str, list[FinishedRun]]:
     """{protocol: its finished runs by seed}. Raises: BadInput for a run that cannot be used."""
     runs = {}
-    for protocol in PROTOCOLS:
+    for protocol in (*PROTOCOLS, *WITH_FIRST):
         found = [path for path in sorted((folder / protocol).glob("*")) if path.is_dir()]
         try:
             runs[protocol] = sorted(map(load, found), key=lambda run: run.seed)
@@ -66,6 +68,25 @@ def collect(folder: Path) -> dict[str, list[FinishedRun]]:
     if not runs["vanilla"]:
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
     return {protocol: found for protocol, found in runs.items() if found}
+
+
+def refuse_what_cannot_be_compared(runs: dict[str, list[FinishedRun]], losses: dict[str, dict]):
+    """Raises: BadInput if runs lack a step of the log, or a partner, or were not all evaluated."""
+    seeds = {name: {run.seed for run in found} for name, found in runs.items()}
+    for name, found in runs.items():
+        if seeds[name] != seeds["vanilla"]:
+            pairs = f"seeds {sorted(seeds[name])}, vanilla of {sorted(seeds['vanilla'])}"
+            raise BadInput(f"the runs of {name} are of {pairs}; gaps are taken by pairs")
+        for run in found:
+            if run.settings["log_interval"] != 1:
+                raise BadInput(f"{run.folder} has log_interval={run.settings['log_interval']}; it must be 1")
+            if (run.settings["gate_schedule"] == "sequential") != (name == "fakeln"):
+                raise BadInput(f"{run.folder} has gate_schedule={run.settings['gate_schedule']}")
+    wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
+    for text, rows in losses.items():
+        if rows.keys() != wanted:
+            differ = ", ".join("/".join(key).rstrip("/") for key in sorted(rows.keys() ^ wanted))
+            raise BadInput(f"the losses on {text} are not those of these runs: {differ}; evaluate them again")
 
 
 def interval(values) -> str:
@@ -150,23 +171,30 @@ def stream(figures: Figures, base: FinishedRun, runs: dict[str, list[FinishedRun
         attn, mlp = measured[name].mean(0)[:2]
         rows.append([name, len(arrays), *(f"{a:.2f} / {m:.2f}" for a, m in zip(attn, mlp, strict=True))])
     head = ["", "n", *(f"block {i}" for i in range(blocks))]
-    said = "RMS before attention / before the MLP, means over tokens of the validation split and over seeds."
+    said = (
+        f"RMS before attention / before the MLP, means over {tokens:,} tokens from all of the validation "
+        "split, those that are first in their window too, and over seeds."
+    )
     return [markdown(rows, head), said, figures.residual("stream", measured)]
 
 
 def losses(evaluated: dict) -> dict[str, dict[tuple, dict]]:
     """{text: {(protocol, seed): its row}} of what evaluate.py wrote; the network before is ("before", "")."""
     found = {}
-    for row in evaluated["rows"]:
+    for row in evaluated.get("rows", []):
+        if "ce" not in row:
+            raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
         path = Path(row["model"])
-        key = (path.parent.name, path.name) if path.parent.name in PROTOCOLS else ("before", "")
+        key = (
+            (path.parent.name, path.name) if path.parent.name in (*PROTOCOLS, *WITH_FIRST) else ("before", "")
+        )
         found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})[key] = row
     return found
 
 
 def text_table(rows: dict[tuple, dict]) -> list[str]:
     """Of one text: the loss of each protocol and its gap to vanilla, then protocol against protocol."""
-    of = {name: {} for name in ("before", *PROTOCOLS)}
+    of = {name: {} for name in ("before", *PROTOCOLS, *WITH_FIRST)}
     for (name, seed), row in rows.items():
         of[name][seed] = row
     ce = {name: {seed: row["ce"] for seed, row in found.items()} for name, found in of.items()}
@@ -181,11 +209,14 @@ def text_table(rows: dict[tuple, dict]) -> list[str]:
     head = ["", "n", "mean", "without end of text", "median", "99.9%", "gap to vanilla"]
     text = [markdown(table, head)]
     said = []
-    for a, b in (("internal", "fakeln"), ("all", "internal"), ("all", "fakeln")):
+    against = [("internal", "fakeln"), ("all", "internal"), ("all", "fakeln")]
+    for a, b in (*against, *zip(WITH_FIRST, ("internal", "all"), strict=True)):
         differences = paired(ce[a], ce[b])
         if differences:
             said.append(f"{a} less {b}: {interval(differences)}")
-    return [*text, *(["; ".join(said)] if said else [])]
+    tail = {name: {seed: row["p99.9"] for seed, row in found.items()} for name, found in of.items()}
+    far = [f"{name} {interval(paired(tail[name], tail['vanilla']))}" for name in PROTOCOLS[1:] if of[name]]
+    return [*text, "; ".join(said), f"The 99.9% percentile less vanilla's: {'; '.join(far)}"]
 
 
 def calibration_table(rows: list[dict]) -> str:
@@ -197,8 +228,7 @@ def calibration_table(rows: list[dict]) -> str:
     for site in sites:
         same = [row for row in rows if row["site"] == site]
         table.append([site, *(f"{np.mean([row[key] for row in same]):.3f}" for key in keys)])
-    head = ["norm", "sigma, position 0", "sigma, others", "c* sigma", "c* sigma, skip first", "sigma / mean"]
-    return markdown(table, head)
+    return markdown(table, list(HEADS))
 
 
 def read_json(path: Path) -> dict:
@@ -227,8 +257,8 @@ def preamble(base: FinishedRun, runs: dict[str, list[FinishedRun]]) -> list[str]
         f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
         f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
         f"- Runs from it: {'; '.join(ran)}; {', '.join(f'{n:,}' for n in sorted(steps_of))} steps",
-        "- Gaps are by pairs of the same seed, with 95% intervals by Student's t; ± elsewhere is a standard "
-        "deviation over seeds",
+        "- Gaps are by pairs of the same seed, with 95% intervals by Student's t over seeds, not texts; "
+        "± elsewhere is a standard deviation over seeds",
         f"- {versions['processor']}, torch {versions['torch']}, {versions['dtype']}; commit "
         f"{versions['commit']} of the network, {', '.join(sorted(commits))} of the runs",
     ]
@@ -243,7 +273,8 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
     runs, base = collect(folder), load(Path(k.base))
     figures = Figures(out)
     text = preamble(base, runs)
-    for name, rows in losses(evaluated).items():
+    refuse_what_cannot_be_compared(runs, found := losses(evaluated))
+    for name, rows in found.items():
         text += [f"## Loss on {name}, nats per token", *text_table(rows)]
     text += ["## Over the steps", curves(figures, runs)]
     if "fakeln" in runs:

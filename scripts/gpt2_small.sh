@@ -33,11 +33,12 @@ corpus=$work/data/stories_books
 if [ ! -e "$corpus/meta.json" ]; then
     mkdir -p "$corpus"
     for split in train valid; do
-        cat "$STORIES/$split.txt" <(printf '\n<|endoftext|>\n') "$BOOKS/$split.txt" >"$corpus/$split.tmp"
+        cat "$STORIES/$split.txt" <(printf '\n<|endoftext|>\n') "$BOOKS/$split.txt" \
+            >"$corpus/stories_and_books_$split.txt"
     done
-    python "$here/data/tinystories/prepare.py" --text="$corpus/train.tmp" --val_text="$corpus/valid.tmp" \
-        --vocab_size=$vocab --out_dir="$corpus"
-    rm "$corpus/train.tmp" "$corpus/valid.tmp"
+    (cd "$corpus" && python "$here/data/tinystories/prepare.py" --text=stories_and_books_train.txt \
+        --val_text=stories_and_books_valid.txt --vocab_size=$vocab --out_dir=.)
+    rm "$corpus"/stories_and_books_*.txt
 fi
 texts=""
 for text in "stories=$STORIES/valid.txt" "books=$BOOKS/valid.txt" "wikitext=$WIKITEXT"; do
@@ -50,10 +51,17 @@ done
 
 # shellcheck disable=SC2086  # the flags are words
 python "$here/train.py" "$here/config/gpt2_tiny.py" --init_from=auto --dataset="$corpus" ${FLAGS:-} $base
-# shellcheck disable=SC2086
-printf '%s\n' vanilla fakeln internal all | xargs -P "${JOBS:-2}" -I{} \
-    python "$here/scripts/sweep.py" "$here/config/gpt2_tiny_{}.py" --out=out/gpt2_small/{} --seed=$seeds \
-    --dataset="$corpus" --threads="${THREADS:-1}" $more
+fine_tune() { # protocol, folder, flags: all seeds
+    # shellcheck disable=SC2086
+    python "$here/scripts/sweep.py" "$here/config/gpt2_tiny_$1.py" --out="out/gpt2_small/$2" --seed=$seeds \
+        --dataset="$corpus" --threads="${THREADS:-1}" $more "${@:3}"
+}
+export -f fine_tune
+export here corpus seeds more
+# the last two: position 0 is in c as well, which drags it down where that position is an outlier
+printf '%s\n' "vanilla vanilla" "fakeln fakeln" "internal internal" "all all" \
+    "internal internal_with_first --calib_skip_first=False" "all all_with_first --calib_skip_first=False" |
+    xargs -P "${JOBS:-2}" -I{} bash -c "fine_tune {}"
 python "$here/scripts/evaluate.py" out/gpt2_tiny out/gpt2_small/*/seed*/ --data="$texts" \
     --out="$out/evaluation.json"
 python "$here/scripts/evaluate.py" out/gpt2_tiny --calibration --data="$texts" \

@@ -111,12 +111,15 @@ held_out() { # set
 }
 held_out openwebtext
 fail() {
-    echo "the published losses on OpenWebText do not come out here, so nothing was trained: see above" >&2
+    echo "evaluate.py did not find the published losses on OpenWebText; its reason is above" >&2
+    echo "so nothing was trained" >&2
     exit 2
 }
-python scripts/evaluate.py "${hub[s]}" "$published" --data="$sets/held_out_openwebtext" --within=0.005 \
+within=--within=0.005
+if [ -n "${TRY:-}" ]; then within=""; fi # toys have no published loss
+# shellcheck disable=SC2086  # one word or none
+python scripts/evaluate.py "${hub[s]}" "$published" --data="$sets/held_out_openwebtext" $within \
     --out="$out/check.json" || fail
-if [ -z "${TRY:-}" ] && grep -q '"paper": null' "$out/check.json"; then fail; fi
 
 # --- the runs
 

@@ -254,7 +254,8 @@ def gap_of_pairs(runs: pd.DataFrame) -> str:
 
 def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
     """((3, layers), tokens used): RMS of the residual stream before attention, before the MLP, and their
-    ratio, means over validation tokens at gate 0, from the last checkpoint. A str says why there is none."""
+    ratio, means over windows from all of the validation split at gate 0, from the last checkpoint. A str says
+    why there is none."""
     corpus, length = ROOT / "data" / run.settings["dataset"], run.settings["block_size"]
     files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
     there = [path for path in files if path.exists()]
@@ -265,9 +266,9 @@ def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
         model = Transformer.load((there or files)[0])
     except (BadInput, ModelError) as e:
         return str(e)
-    count = max(1, min(tokens, len(val)) // length)
-    ids = val[: count * length].view(f"<u{val.itemsize}").astype(np.int64)  # back to unsigned
-    idx = torch.from_numpy(ids).view(count, length)
+    starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
+    ids = np.stack([val[i : i + length] for i in starts]).view(f"<u{val.itemsize}")  # back to unsigned
+    idx = torch.from_numpy(ids.astype(np.int64))
     before, found = [], []  # the input of each block so far; three means a block
 
     def rms(h):

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 
 from config import Config
+from nanonorm.errors import BadInput
 from scripts import gpt2_report as r
 from scripts.report import FinishedRun
 
@@ -46,11 +47,12 @@ def test_gaps_are_by_pairs_of_a_seed():
     rows.append({**rows[0], "model": "out/base"})
     found = r.losses({"rows": rows})
     assert list(found) == ["books"] and len(found["books"]) == 13
-    table, said = r.text_table(found["books"])
+    table, said, tails = r.text_table(found["books"])
     cells = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines()}
     assert cells["fakeln"] == "+0.0300 ± 0.0000" and cells["internal"] == "+0.0100 ± 0.0000"
     assert cells["before"] == cells["vanilla"] == "-"
     assert said.startswith("internal less fakeln: -0.0200") and "all less internal: +0.0100" in said
+    assert "fakeln +0.0300 ± 0.0000; internal +0.0100" in tails
 
 
 def test_each_removal_has_its_row():
@@ -66,3 +68,25 @@ def test_each_removal_has_its_row():
     assert cells[0][2:] == ["0.0000 ± 0.0000", f"+{JUMP:.4f} ± 0.0000", f"+{LEVEL:.4f} ± 0.0000"]
     for row in cells[1:]:
         assert row[2] == f"{LEVEL:.4f} ± 0.0000" and [float(x.split()[0]) for x in row[3:]] == [0.0, 0.0]
+
+
+def test_runs_that_cannot_be_compared_are_one_line():
+    runs = {"vanilla": [run("vanilla", 1)], "fakeln": [run("fakeln", 1)]}
+    whole = {"books": {("before", ""): {}, ("vanilla", "seed1"): {}, ("fakeln", "seed1"): {}}}
+    plain = {"gate_schedule": "cosine", "log_interval": 1}
+    runs["vanilla"][0].settings.update(plain)
+    runs["fakeln"][0].settings["log_interval"] = 1
+    r.refuse_what_cannot_be_compared(runs, whole)
+
+    def refused(words: str, found=runs, losses=whole):
+        with pytest.raises(BadInput, match=words):
+            r.refuse_what_cannot_be_compared(found, losses)
+
+    refused("fakeln are of seeds", runs | {"fakeln": [run("fakeln", 2)]})
+    refused("evaluate them again", losses={"books": {**whole["books"], ("all", "seed1"): {}}})
+    runs["fakeln"][0].settings["log_interval"] = 10
+    refused("log_interval=10")
+    runs["fakeln"][0].settings.update(plain)
+    refused("gate_schedule=cosine")
+    with pytest.raises(BadInput, match="no losses"):
+        r.losses({"rows": [{"model": "out/all/seed1", "data": "x", "sigma_first": 1.0}]})

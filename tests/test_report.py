@@ -477,7 +477,9 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
     run.head["corpus"]["tokenizer_sha256"] = meta["tokenizer_sha256"]
     found, count = report.stream_rms(run, 70)
 
-    idx = torch.from_numpy(np.fromfile(tmp_path / "corpus/val.bin", "<u2")[:64].astype(np.int64)).view(4, 16)
+    val = np.fromfile(tmp_path / "corpus/val.bin", "<u2").astype(np.int64)
+    starts = [(len(val) - 16) * i // 3 for i in range(4)]  # windows from end to end
+    idx = torch.from_numpy(np.stack([val[i : i + 16] for i in starts]))
     with torch.no_grad():
         x, expected = model.tok_emb(idx), []
         for block in model.blocks:

@@ -5,6 +5,7 @@ whole step against the baseline's, interleaved in one process.
     python scripts/speed/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 \\
         --vocab_size=10000 --block_size=512
     python scripts/speed/parts.py --what=kernels                           # each special kernel left out
+    python scripts/speed/parts.py --what=protocols --n_embd=128 --batch_size=16 --block_size=128   # GPT-2's
 
 Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its
 quartiles: above 1 the alternative is faster. Peak: the most memory its tensors occupy at once.
@@ -40,7 +41,7 @@ from nanonorm.typed import Count
 from scripts.speed.turns import tensor_peak
 from train import Step
 
-Table = Literal["loss", "attention", "step", "kernels"]
+Table = Literal["loss", "attention", "step", "kernels", "protocols"]
 
 
 @dataclass
@@ -125,17 +126,17 @@ FAR = 2**30  # steps: beyond what is timed
 GATES = {"norm": (FAR, FAR), "blend": (-FAR, FAR), "scale": (0, 0)}  # phase -> (gate_start, gate_end)
 
 
-def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0, phase="norm"):
+def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0, phase="norm", **run):
     """A function that does the next optimizer step of train.py, from gathering its one micro-batch to AdamW.
 
     tokens: 1-D int16; dtype: bfloat16 is by autocast; phase: of all steps, "blend" with the gate at 1/2. At
-    lr 0 the weights stay, so that all rounds do the same work. Raises: ModelError if a taper must calibrate
-    and has seen nothing.
+    lr 0 the weights stay, so that all rounds do the same work. run: more knobs of config.Config. Raises:
+    ModelError if a taper must calibrate and has seen nothing.
     """
     gate_start, gate_end = GATES[phase]
     cfg = Config(block_size=model.config.block_size, batch_size=batch_size, max_iters=FAR, compile=compiled,
                  learning_rate=lr, decay_lr=False, warmup_iters=0, gate_start=gate_start,
-                 gate_end=gate_end)  # fmt: skip
+                 gate_end=gate_end, **run)  # fmt: skip
     step, counter = Step(model, cfg, torch.device("cpu"), dtype, Ranks()), itertools.count()
 
     def run():
@@ -147,8 +148,8 @@ def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0,
     return run
 
 
-def make_step(k: Parts, width: int, phase="norm", **knobs):
-    """A whole optimizer step of the model with that width, in that phase."""
+def make_step(k: Parts, width: int, phase="norm", run=None, **knobs):
+    """A whole optimizer step of the model with that width, in that phase. run: knobs of the run."""
     torch.manual_seed(0)
     tokens = torch.randint(k.vocab_size, (1_000_000,)).to(torch.int16)
     shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head)
@@ -157,7 +158,9 @@ def make_step(k: Parts, width: int, phase="norm", **knobs):
         window = tokens[None, : k.block_size].long()
         model(window, window)
         model.update_statistics()  # to calibrate on
-    return training_step(model, tokens, k.batch_size, getattr(torch, k.dtype), k.compiled, phase=phase)
+    model.end_token = 0
+    dtype = getattr(torch, k.dtype)
+    return training_step(model, tokens, k.batch_size, dtype, k.compiled, phase=phase, **run or {})
 
 
 FAKE = {
@@ -175,6 +178,26 @@ def variant_steps(k: Parts, width: int) -> dict:
     steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
     steps |= {f"FakeLN, {phase}": make(phase, **FAKE) for phase in ("norm", "blend", "scale")}
     return steps | {norm: make(norm=norm) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")}
+
+
+GPT2 = {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "dropout": 0.1}
+PROTOCOLS = {
+    "FakeLN": FAKE,
+    "Internal-TaperLN": {"taper": "internal", "aux_weight": 0.1, "calib_skip_first": True},
+    "All-TaperLN": {"taper": "all", "aux_weight": 0.1, "calib_skip_first": True},
+}
+
+
+def protocol_steps(k: Parts, width: int) -> dict:
+    """{name: a whole optimizer step} of fine-tuning a GPT-2 with that width, by protocol and phase."""
+    torch._dynamo.config.recompile_limit = 64
+    make = partial(make_step, k, width, run={"mask_end": True, "dropout": GPT2["dropout"]})
+    steps = {"vanilla": make(**GPT2), "vanilla again": make(**GPT2)}
+    return steps | {
+        f"{name}, {phase}": make(phase, **GPT2 | knobs)
+        for name, knobs in PROTOCOLS.items()
+        for phase in ("norm", "blend", "scale")
+    }
 
 
 def plain_loss(y, weight, bias, targets, left_out=None):
@@ -240,11 +263,13 @@ def main():
         for C, T in itertools.product(k.head_dim, k.window):
             title = f"attention, {k.heads} heads, {T} tokens, head_dim {C}"
             table(title, attention_steps(k.heads, T, C), k.iters)
-    if "step" in k.what:
-        what = "training step, compiled" if k.compiled else "training step"
-        shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
-        for d in k.n_embd:
-            table(f"{what}, {shape}, n_embd {d}", variant_steps(k, d), k.iters)
+    shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
+    shape += ", compiled" if k.compiled else ""
+    for d in k.n_embd:
+        if "step" in k.what:
+            table(f"training step, {shape}, n_embd {d}", variant_steps(k, d), k.iters)
+        if "protocols" in k.what:
+            table(f"fine-tuning step of GPT-2, {shape}, n_embd {d}", protocol_steps(k, d), k.iters)
     if "kernels" in k.what:
         for d in k.n_embd:
             table(f"training step, n_embd {d}", kernel_steps(k, d), k.iters, memory=True)
