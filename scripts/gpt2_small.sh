@@ -45,7 +45,10 @@ for text in "stories=$STORIES/valid.txt" "books=$BOOKS/valid.txt" "wikitext=$WIK
     folder=$work/data/held_out_${text%%=*}
     texts="$texts${texts:+,}$folder"
     if [ ! -e "$folder/meta.json" ]; then
-        python "$here/data/held_out.py" --text="${text#*=}" --tokenizer="$corpus" --out_dir="$folder"
+        path=${text#*=}
+        dir=${path%/*}
+        (cd "${dir%/*}" && python "$here/data/held_out.py" --text="${dir##*/}/${path##*/}" \
+            --tokenizer="$corpus" --out_dir="$folder")
     fi
 done
 
