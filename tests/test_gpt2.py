@@ -98,7 +98,8 @@ def test_it_leaves_through_every_export(protocol, to, runs, tmp_path, capfd):
         assert why_not in capfd.readouterr().err
         return
     facts = json.loads((out / "nanonorm.json").read_text())
-    assert facts["errors_before"]["float64"] <= 1e-9
+    if protocol != "vanilla":  # in which nothing folds
+        assert facts["errors_before"]["the fold"]["float64"] <= 1e-9
     assert max(facts["errors"].values()) <= (2e-3 if to == "gguf" else 1e-4)  # llama.cpp's GELU is a table
 
 
