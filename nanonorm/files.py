@@ -214,7 +214,8 @@ def is_plain(t) -> bool:
 
 
 def check_state(state: dict, wanted: dict, path):
-    """Raises: ModelError, naming the tensor, unless `state` is finite and shaped and named as `wanted`."""
+    """Raises: ModelError, naming the tensor, unless `state` is finite, shaped and named as `wanted`, and its
+    matrices are of one type."""
     import torch
 
     for name in sorted(wanted.keys() | state.keys(), key=str):
@@ -228,6 +229,9 @@ def check_state(state: dict, wanted: dict, path):
         pieces = state[name].flatten().split(1 << 24)  # the flags of a large tensor would take memory
         if not all(torch.isfinite(piece).all() for piece in pieces):
             raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
+    types = {str(t.dtype).removeprefix("torch.") for t in state.values() if t.dim() >= 2}
+    if len(types) > 1:  # a product takes one; gains and shifts may be wider
+        raise ModelError(f"{path} has matrices in {' and '.join(sorted(types))}; save them in one type")
 
 
 def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:

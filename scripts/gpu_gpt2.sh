@@ -85,6 +85,7 @@ PYTHON
 }
 
 if [ -n "${SHAPE:-}" ]; then
+    if [ ! -e data/stdlib/meta.json ]; then python data/stdlib/prepare.py; fi
     : >"$out/shape.txt"
     if [ -n "${TRY:-}" ]; then more="$more --n_layer=2 --n_embd=16 --n_head=2" vocab=2048; fi
     for protocol in vanilla fakeln internal all; do

@@ -855,6 +855,11 @@ FOUND = {  # what broke once: (target, case, what it must come to)
         ("ckpt.pt", [("put", ("meta", "gate"), float("nan"))], "zip", "train.py", 0, 1),
         "refused",
     ),
+    "matrices of two types": (
+        "model file",
+        ("folded.pt", [("tensor", ("state", "tok_emb.weight"), "torch.float16")], "zip", "sample.py", 16, 13),
+        "refused",
+    ),
     "an eps of text": (
         "model file",
         ("folded.pt", [("put", ("config", "norm_eps"), "x")], "zip", "sample.py", 0, 1),
