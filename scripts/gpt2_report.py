@@ -32,7 +32,8 @@ from scripts.report import FinishedRun, load, markdown, spread, stream_rms
 from scripts.runs import Unusable
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
-WITH_FIRST = ("internal_with_first", "all_with_first")  # position 0 in c as well: in the tables alone
+WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
+TABLED = (*PROTOCOLS, WITH_FIRST)
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, by degrees of freedom
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
@@ -59,7 +60,7 @@ class Knobs:
 def collect(folder: Path) -> dict[str, list[FinishedRun]]:
     """{protocol: its finished runs by seed}. Raises: BadInput for a run that cannot be used."""
     runs = {}
-    for protocol in (*PROTOCOLS, *WITH_FIRST):
+    for protocol in TABLED:
         found = [path for path in sorted((folder / protocol).glob("*")) if path.is_dir()]
         try:
             runs[protocol] = sorted(map(load, found), key=lambda run: run.seed)
@@ -185,16 +186,14 @@ def losses(evaluated: dict) -> dict[str, dict[tuple, dict]]:
         if "ce" not in row:
             raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
         path = Path(row["model"])
-        key = (
-            (path.parent.name, path.name) if path.parent.name in (*PROTOCOLS, *WITH_FIRST) else ("before", "")
-        )
+        key = (path.parent.name, path.name) if path.parent.name in TABLED else ("before", "")
         found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})[key] = row
     return found
 
 
 def text_table(rows: dict[tuple, dict]) -> list[str]:
     """Of one text: the loss of each protocol and its gap to vanilla, then protocol against protocol."""
-    of = {name: {} for name in ("before", *PROTOCOLS, *WITH_FIRST)}
+    of = {name: {} for name in ("before", *TABLED)}
     for (name, seed), row in rows.items():
         of[name][seed] = row
     ce = {name: {seed: row["ce"] for seed, row in found.items()} for name, found in of.items()}
@@ -209,8 +208,8 @@ def text_table(rows: dict[tuple, dict]) -> list[str]:
     head = ["", "n", "mean", "without end of text", "median", "99.9%", "gap to vanilla"]
     text = [markdown(table, head)]
     said = []
-    against = [("internal", "fakeln"), ("all", "internal"), ("all", "fakeln")]
-    for a, b in (*against, *zip(WITH_FIRST, ("internal", "all"), strict=True)):
+    against = (("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"))
+    for a, b in against:
         differences = paired(ce[a], ce[b])
         if differences:
             said.append(f"{a} less {b}: {interval(differences)}")

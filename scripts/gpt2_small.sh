@@ -61,9 +61,9 @@ fine_tune() { # protocol, folder, flags: all seeds
 }
 export -f fine_tune
 export here corpus seeds more
-# the last two: position 0 is in c as well, which drags it down where that position is an outlier
+# the last: position 0 is in c as well, which drags it down where that position is an outlier
 printf '%s\n' "vanilla vanilla" "fakeln fakeln" "internal internal" "all all" \
-    "internal internal_with_first --calib_skip_first=False" "all all_with_first --calib_skip_first=False" |
+    "internal internal_with_first --calib_skip_first=False" |
     xargs -P "${JOBS:-2}" -I{} bash -c "fine_tune {}"
 python "$here/scripts/evaluate.py" out/gpt2_tiny out/gpt2_small/*/seed*/ --data="$texts" \
     --out="$out/evaluation.json"
