@@ -275,7 +275,8 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
     refuse_what_cannot_be_compared(runs, found := losses(evaluated))
     for name, rows in found.items():
         text += [f"## Loss on {name}, nats per token", *text_table(rows)]
-    text += ["## Over the steps", curves(figures, runs)]
+    drawn = {name: runs[name] for name in PROTOCOLS if name in runs}
+    text += ["## Over the steps", curves(figures, drawn)]
     if "fakeln" in runs:
         text += ["## What each removal of FakeLN does", event_table(runs["fakeln"], runs["vanilla"])]
         text.append(
@@ -284,7 +285,7 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c* times sigma in the network before", calibration_table(calibrated["rows"])]
-    text += ["## The residual stream", *stream(figures, base, runs, k.tokens)]
+    text += ["## The residual stream", *stream(figures, base, drawn, k.tokens)]
     return text, figures
 
 
