@@ -9,4 +9,4 @@ gate_start = 20  # Code
 gate_gaps = (2, 2, 3)  # Code: MLP 20 to 42, queries and keys 44 to 66, values 68 to 101, final 104
 aux_weight = 0.1  # Code
 anchor_target = "batch"
-ema_rate = 1.0  # sigma is the mean over the micro-batches of the last step, as good as in Code
+ema_rate = 1.0  # sigma is the mean over the micro-batches of the last step, as it almost is in Code

@@ -9,4 +9,4 @@ gate_start = 50  # Code
 gate_gaps = (4, 4, 6)  # Code: MLP 50 to 238, queries and keys 242 to 430, values 434 to 716, final 722
 aux_weight = 0.01  # Code
 anchor_target = "batch"
-ema_rate = 1.0  # sigma is the mean over the micro-batches of the last step, as good as in Code
+ema_rate = 1.0  # sigma is the mean over the micro-batches of the last step, as it almost is in Code

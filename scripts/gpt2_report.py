@@ -83,6 +83,8 @@ def refuse_what_cannot_be_compared(runs: dict[str, list[FinishedRun]], losses: d
                 raise BadInput(f"{run.folder} has log_interval={run.settings['log_interval']}; it must be 1")
             if (run.settings["gate_schedule"] == "sequential") != (name == "fakeln"):
                 raise BadInput(f"{run.folder} has gate_schedule={run.settings['gate_schedule']}")
+    if not losses:
+        raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
     wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
     for text, rows in losses.items():
         if rows.keys() != wanted:

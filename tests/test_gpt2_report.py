@@ -84,6 +84,7 @@ def test_runs_that_cannot_be_compared_are_one_line():
 
     refused("fakeln are of seeds", runs | {"fakeln": [run("fakeln", 2)]})
     refused("evaluate them again", losses={"books": {**whole["books"], ("all", "seed1"): {}}})
+    refused("no losses", losses={})
     runs["fakeln"][0].settings["log_interval"] = 10
     refused("log_interval=10")
     runs["fakeln"][0].settings.update(plain)
