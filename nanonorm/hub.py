@@ -151,8 +151,12 @@ def check_tied(tensors: dict, embedding: str, path: Path):
 
 
 def assembled(pieces: list[Piece], tensors: dict, dtype: torch.dtype) -> torch.Tensor:
-    """One of our tensors, in memory of its own."""
+    """One of our tensors, in memory of its own. A tensor that is whole in the file keeps the file's layout:
+    GPT-2's matrices stay (in, out) in memory and are seen as (out, in), so products cost what they do in
+    transformers."""
     parts = [piece.turned(values(tensors, piece.name)) for piece in pieces]
+    if len(parts) == 1:
+        return parts[0].to(dtype, copy=True)
     whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
     for rows, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
         rows.copy_(part)

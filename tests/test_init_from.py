@@ -1,6 +1,7 @@
 """Training from given weights, a run's or a Hugging Face folder's of every family; and dropout."""
 
 import json
+import shutil
 import signal
 import subprocess
 from functools import partial
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BPE_SIZE, randomize
-from running import assert_same, final, flags, launch, metrics, refused, train
+from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
 from model import ModelConfig, Transformer, fold
+from nanonorm.files import write_file
+from nanonorm.hub import read_pretrained
 
 FAMILIES = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -71,6 +74,33 @@ def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bp
     capfd.readouterr()
     train(str(out), "--prompt=import ", "--max_new_tokens=5", program="sample.py")
     assert capfd.readouterr().out.startswith("import ")
+
+
+def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread):
+    """GPT-2's matrices stay (in, out) in memory. The optimizer, a checkpoint and a resumed run see the same
+    numbers as those of a model file that holds them (out, in)."""
+    weights, columns = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus), "blocks.0.attn.qkv.weight"
+    file = read_pretrained(weights)
+    assert not file["state"][columns].is_contiguous()
+    rows = {**file, "state": {name: t.contiguous() for name, t in file["state"].items()}}
+    write_file(rows, tmp_path / "rows.pt")
+    short = {"max_iters": 12, "gate_start": 4, "gate_end": 8, "eval_interval": 6, "ckpt_interval": 6,
+             "log_interval": 1, "warmup_iters": 2, "taper": "internal", "dtype": "float64"}  # fmt: skip
+    for name, given in (("columns", weights), ("rows", tmp_path / "rows.pt")):
+        train(*started(tmp_path / name, bpe_corpus, given, **short))
+    found = {name: [x["train/ce"] for x in metrics(tmp_path / name)] for name in ("columns", "rows")}
+    assert found["columns"] == pytest.approx(found["rows"], rel=1e-10) and len(set(found["rows"])) == 12
+    for name, is_row in (("columns", False), ("rows", True)):
+        for kept in ("ckpt.pt", "ckpt.prev.pt"):
+            state = torch.load(tmp_path / name / kept, weights_only=True)["state"]
+            assert state[columns].is_contiguous() == is_row
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "columns", stopped)
+    (stopped / "ckpt.pt").unlink()  # what a run leaves that was killed after step 6
+    for export in ("unfused.pt", "folded.pt"):
+        (stopped / export).unlink()
+    train("--init_from=resume", f"--out_dir={stopped}")
+    assert_same_run(tmp_path / "columns", stopped)
 
 
 @pytest.mark.parametrize("norm", ["cbwc", "coupled"])
