@@ -43,21 +43,22 @@ from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
 @torch.no_grad()
-def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of: str = "ce") -> float:
-    """Mean cross-entropy, or another of the losses, nats per token, over the whole split in order, every
-    token but the first predicted once."""
+def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> list[float]:
+    """Means of the losses named in `of`, nats per token, over the whole split in order, every token but the
+    first predicted once."""
     T, n = cfg.block_size, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
     if n % T:
         batches.append((np.array([n - n % T]), n % T))
-    total = torch.zeros((), dtype=widest_float(device), device=device)
+    totals = torch.zeros(len(of), dtype=widest_float(device), device=device)
     for first, length in batches[ranks.rank :: ranks.size]:
         with autocast:
-            loss = getattr(model(*windows(tokens, first, length, device)), of)
-        total += loss.to(total.dtype) * (len(first) * length)
-    ranks.sum(total)
-    return total.item() / n
+            losses = model(*windows(tokens, first, length, device))
+        found = torch.stack([getattr(losses, name) for name in of])
+        totals += found.to(totals.dtype) * (len(first) * length)
+    ranks.sum(totals)
+    return [total / n for total in totals.tolist()]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -230,13 +231,13 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     """The validation split's loss at gate 0, in nats a token and bits a byte, and at the current gate."""
     model, rest = step.model, (tokens, step.cfg, device, step.autocast, step.ranks)
     model.eval()
-    loss, norms = validate(model, *rest), model.taper_norms()
+    of = ("ce", "kl") if isinstance(model, Distilled) else ("ce",)
+    (loss, *kl), norms = validate(model, *rest, of=of), model.taper_norms()
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
-    if isinstance(model, Distilled):
-        line["val/kl"] = validate(model, *rest, of="kl")
+    line |= {"val/kl": value for value in kl}
     if norms:
         torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
-        line["val/loss_gated"] = validate(model, *rest)
+        [line["val/loss_gated"]] = validate(model, *rest)
     model.train()
     return line
 

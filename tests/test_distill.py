@@ -1,6 +1,7 @@
 """A student that learns from a teacher: the loss in pieces, adapters, and runs of train.py with both."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -450,6 +451,40 @@ def test_killed_and_resumed_is_the_same_run(base, student, corpus, tmp_path, one
     for part in ("state", "adapters", "optimizer"):
         assert_same(whole[part], resumed[part])
     assert metrics(tmp_path / "whole") == metrics(cut)
+
+
+def assert_same_but_rounding(one, other, tolerance: float):
+    """The logs of two runs, and the adapters that they ended with."""
+    for a, b in zip(metrics(one), metrics(other), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if not name.startswith(("s/mean", "logits")):  # of the first rank's last micro-batch
+                assert abs(a[name] - b[name]) <= tolerance * max(1, abs(a[name])), (name, a["iter"])
+    theirs = final(other)["adapters"]
+    for name, tensor in final(one)["adapters"].items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_does(base, student, corpus, tmp_path):
+    """The same global batch in float64; the sums only change their order."""
+    pytest.importorskip("peft")
+    knobs = {"gradient_accumulation_steps": 2, "dtype": "float64", "ce_weight": 0.2}
+    train(*taught(tmp_path / "one", corpus, student, base, **knobs))
+    process = launch(*taught(tmp_path / "two", corpus, student, base, **knobs), ranks=2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=200) == 0, process.communicate()[0]
+    assert_same_but_rounding(tmp_path / "one", tmp_path / "two", 1e-8)
+
+
+@pytest.mark.slow
+def test_a_compiled_distillation_is_the_same_run(base, student, corpus, tmp_path):
+    pytest.importorskip("peft")
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    for name, compiles in (("eager", False), ("compiled", True)):
+        knobs = {"compile": compiles, "dtype": "float64", "log_interval": 1}
+        train(*taught(tmp_path / name, corpus, student, base, **knobs))
+    assert_same_but_rounding(tmp_path / "eager", tmp_path / "compiled", 1e-8)
 
 
 @pytest.mark.slow
