@@ -12,9 +12,11 @@ mean over the coupled blocks (CoupledNorm, 5.3); layer is a block's own, which c
 is not in the paper. The first --keep blocks keep RMSNorm, where the stream jumps.
 
 Prints the RMS by block, and how far each choice is from the original before anything is trained. Writes a
-folder: model.pt, the tokenizer, couple.md with the same tables, and rms.png (needs matplotlib).
+folder: model.pt, the tokenizer, couple.md with the same tables, couple.json with their numbers, and rms.png
+(needs matplotlib).
 """
 
+import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from begin import begun_from
 from config import Config
 from data import open_corpus, refuse_other_tokens
-from data.sampling import few_windows, windows
+from data.sampling import windows
 from data.tokenizer import load_tokenizer
 from model import Transformer, config_of
 from nanonorm.cli import parse
@@ -57,11 +59,18 @@ class Couple:
     keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: to the last that jumps
     tokens: Count = 16_384  # of training text, that are measured
     window: Count = 512  # tokens of a window, at most the network's context
+    compared: Count = 2048  # of validation text, on which the choices are compared
     device: str = "auto"  # cpu, cuda, ...
 
 
 # ---------------------------------------------------------------------------------------------------------
 # measured
+
+
+def spread_starts(length: int, window: int, tokens: int) -> np.ndarray:
+    """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it."""
+    count = max(1, min(tokens, length - 1) // window)
+    return np.linspace(0, length - 1 - window, count).astype(np.int64)
 
 
 @torch.no_grad()
@@ -143,9 +152,10 @@ def plain(file: dict, path: Path) -> Transformer:
 
 
 def compare(file: dict, path: Path, growth, cfg: Couple, keep: int, val, device) -> dict:
-    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on the first windows of `val`."""
+    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val`."""
     before, found = plain(file, path).to(device), {}
-    x, y = (t.to(device) for t in few_windows(val, before.config))
+    T = min(cfg.window, before.config.block_size, len(val) - 1)
+    x, y = windows(val, spread_starts(len(val), T, cfg.compared), T, device)
     kept = sorted({k for k in (*KEPT, keep) if k < len(growth)})
     for k in kept:
         for alpha in dict.fromkeys(("none", "mean", "layer", cfg.alpha)):
@@ -191,6 +201,15 @@ def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: t
     return markdown(head, rows)
 
 
+def numbers(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], proposed: int) -> dict:
+    """What couple.json holds. rms: by position (first, later), block, place (attention's input, MLP's)."""
+    choices = []
+    for (kept, alpha), (alphas, d) in found.items():
+        of_choice = {"kept": kept, "alpha": alpha, "alphas": alphas.tolist()}
+        choices.append(of_choice | {"original": d.before, "cross_entropy": d.after, "kl": d.kl})
+    return {"rms": rms.tolist(), "growth": growth.tolist(), "proposed_keep": proposed, "choices": choices}
+
+
 def draw(folder: Path, rms, growth, keep: int):
     """rms.png: the stream by block, the first position apart, and its growth within a block."""
     figures = Figures(folder)
@@ -228,9 +247,8 @@ def main():
     with whole_folder(Path(cfg.out).resolve()) as folder:
         file["state"] = {name: t.to(device) for name, t in file["state"].items()}
         network = plain(file, path).to(device)
-        count = max(1, min(cfg.tokens, len(train) - 1) // T)
-        starts = np.linspace(0, len(train) - 1 - T, count).astype(np.int64)
-        few, tokens = max(1, AT_ONCE // T), torch.from_numpy(train)
+        starts = spread_starts(len(train), T, cfg.tokens)
+        count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
         rms = stream_rms(network, batches)
         growth = growth_of(rms)
@@ -260,6 +278,8 @@ def main():
             f.write(
                 "\n\n".join([f"# {words[0]} with CoupledNorm", settings, *tables, "![rms](rms.png)"]) + "\n"
             )
+        with atomic_write(folder / "couple.json", "w") as f:
+            f.write(json.dumps(numbers(rms, growth, found, proposed), indent=1) + "\n")
         draw(folder, rms, growth, keep)
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")

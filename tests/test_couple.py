@@ -114,7 +114,9 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
         (str(kept), alpha) for kept in (0, 1, 2) for alpha in ("none", "mean", "layer", "1.2")
     ]
     assert sum("written" in row[-1] for row in rows) == 1 and "written" in rows[8][-1]
-    assert {p.name for p in out.iterdir()} == {"model.pt", "tokenizer.model", "couple.md", "rms.png"}
+    assert {p.name for p in out.iterdir()} == {
+        "model.pt", "tokenizer.model", "couple.md", "couple.json", "rms.png",
+    }  # fmt: skip
     assert said.split("\n\n")[0] in (out / "couple.md").read_text()
     student, teacher = Transformer.load(out / "model.pt"), Transformer.load(base / "ckpt.pt")
     assert (student.config.norm, student.config.coupled_from_layer) == ("coupled", 1)
