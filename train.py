@@ -232,9 +232,11 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     model, rest = step.model, (tokens, step.cfg, device, step.autocast, step.ranks)
     model.eval()
     of = ("ce", "kl") if isinstance(model, Distilled) else ("ce",)
-    (loss, *kl), norms = validate(model, *rest, of=of), model.taper_norms()
+    found, norms = dict(zip(of, validate(model, *rest, of=of), strict=True)), model.taper_norms()
+    loss = found["ce"]
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
-    line |= {"val/kl": value for value in kl}
+    if "kl" in found:
+        line["val/kl"] = found["kl"]
     if norms:
         torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
         [line["val/loss_gated"]] = validate(model, *rest)
