@@ -9,7 +9,7 @@ neighbours hit all alike; a speedup is the median over rounds of (baseline's tim
 the same round. Before anything is timed, variants that must agree are compared: a benchmark of a wrong fold
 is worth nothing. The floor is the same matrix products and attention calls and nothing else: what a variant
 takes above it is norms, element-wise work and launches. Prints tables, then a line of JSON, which
---out=x.json keeps; --figure=x.png draws bars.
+--out=x.json keeps; --figure=x.png draws bars, --speedups=x.png each speedup by batch size.
 """
 
 import copy
@@ -37,7 +37,7 @@ from nanonorm.generation import KVCache
 from nanonorm.kernels import attend
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
-from nanonorm.plots import COLOURS, GREY, pyplot
+from nanonorm.plots import draw_bars, draw_speedups, pyplot
 from nanonorm.run import EXPORTS, open_model
 from nanonorm.timing import OnnxStep, count_work, in_runtime, time_rounds
 from nanonorm.typed import Count, Whole
@@ -77,6 +77,7 @@ class Bench(ModelKnobs):
     seed: Whole = 1337  # of random weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
     figure: str | None = None  # .png file for tok/s as bars (needs matplotlib)
+    speedups: str | None = None  # .png file for the speedups by batch size, for one seq
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def measure(models: dict, k: Bench, runtime: str, batch: int, seq: int, device, 
 
 
 # ---------------------------------------------------------------------------------------------------------
-# tables and bars
+# tables
 
 
 def print_line(label: str, cells, widths):
@@ -316,34 +317,6 @@ def print_runtime(runtime: str, rows, names, unit: str) -> list[dict]:
     return [r for row in rows for r in row]
 
 
-def draw(path: str, rows: list[dict], title: str):
-    """Bars of tok/s, with error bars from quartile to quartile; a panel for each runtime."""
-    runtimes, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("runtime", "variant"))
-    size, width = (6.5, 1 + 2.2 * len(runtimes)), 0.85 / len(names)
-    figure, panels = pyplot().subplots(len(runtimes), 1, figsize=size, squeeze=False, layout="constrained")
-    for panel, runtime in zip(panels[:, 0], runtimes, strict=True):
-        for i, name in enumerate(names):
-            bars = [r for r in rows if (r["runtime"], r["variant"]) == (runtime, name)]
-            tok_s = np.array([r["tok_s"] for r in bars])
-            reach = np.array([(1 - r["ms"] / r["ms_q3"], r["ms"] / r["ms_q1"] - 1) for r in bars]).T * tok_s
-            look = {"color": COLOURS[i % 5], "hatch": "//" * (i // 5)}
-            if name == FLOOR:
-                look = {"color": GREY}
-            places = np.arange(len(bars)) + (i + 0.5) * width - 0.425
-            panel.bar(places, tok_s, width, yerr=reach, label=name, edgecolor="white", linewidth=0.5, **look)
-        panel.set_xticks(range(len(bars)), [f"{r['batch']} x {r['seq']}" for r in bars])
-        panel.set_title(runtime, loc="left", fontsize=10)
-        panel.set_ylabel("tok/s")
-        panel.yaxis.set_major_formatter("{x:,.0f}")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("batch x seq")
-    figure.suptitle(title, fontsize=9)
-    handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
-    with atomic_write(path) as f:
-        figure.savefig(f, dpi=200, format="png")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # the command
 
@@ -381,10 +354,13 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
             if wrong:
                 raise BadInput(f"the runtime onnx cannot do this: {remedy}, or leave onnx out")
         need_onnx()
-    for name, path, kind in (("out", k.out, ".json"), ("figure", k.figure, ".png")):
+    files = ("out", k.out, ".json"), ("figure", k.figure, ".png"), ("speedups", k.speedups, ".png")
+    for name, path, kind in files:
         if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
             raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
-    if k.figure is not None:
+    if k.speedups is not None and len(k.seq) > 1:
+        raise BadInput(f"speedups={k.speedups} is over batch sizes: name one --seq, not {len(k.seq)}")
+    if k.figure is not None or k.speedups is not None:
         pyplot()  # if it is missing, say so now and not after minutes
     return device
 
@@ -439,8 +415,11 @@ def main(argv: list[str]):
     if k.out:
         with atomic_write(k.out, "w") as f:
             f.write(json.dumps(report) + "\n")
+    title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.figure:
-        draw(k.figure, figures, f"{k.mode}, {k.dtype}, {form}, {hardware(device)}")
+        draw_bars(k.figure, figures, FLOOR, title)
+    if k.speedups:
+        draw_speedups(k.speedups, figures, FLOOR, f"{title}, seq {k.seq[0]}")
     print(json.dumps(report))
 
 

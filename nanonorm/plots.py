@@ -1,6 +1,13 @@
-"""What every figure shares. matplotlib is imported only when something is drawn."""
+"""What every figure shares, and bench.py's two. matplotlib is imported only when something is drawn.
+
+A row is a dict of figures as bench.py makes it: variant, runtime, batch, seq, ms, tok_s, speedup, and their
+quartiles.
+"""
+
+import numpy as np
 
 from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write
 
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito: everyone tells them apart
 GREY = "#999999"
@@ -16,3 +23,69 @@ def pyplot():
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def looks(names: list[str], floor: str) -> dict[str, dict]:
+    """A colour for each variant, grey for the floor; from the sixth on they come again, hatched or dashed."""
+    found = {name: {"color": COLOURS[i % 5], "again": i // 5} for i, name in enumerate(names)}
+    return found | ({floor: {"color": GREY, "again": 0}} if floor in names else {})
+
+
+def draw_bars(path: str, rows: list[dict], floor: str, title: str):
+    """Bars of tok/s, with error bars from quartile to quartile; a panel for each runtime."""
+    runtimes, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("runtime", "variant"))
+    size, width = (6.5, 1 + 2.2 * len(runtimes)), 0.85 / len(names)
+    figure, panels = pyplot().subplots(len(runtimes), 1, figsize=size, squeeze=False, layout="constrained")
+    for panel, runtime in zip(panels[:, 0], runtimes, strict=True):
+        for i, (name, look) in enumerate(looks(names, floor).items()):
+            bars = [r for r in rows if (r["runtime"], r["variant"]) == (runtime, name)]
+            tok_s = np.array([r["tok_s"] for r in bars])
+            reach = np.array([(1 - r["ms"] / r["ms_q3"], r["ms"] / r["ms_q1"] - 1) for r in bars]).T * tok_s
+            own = {"color": look["color"], "hatch": "//" * look["again"], "label": name}
+            places = np.arange(len(bars)) + (i + 0.5) * width - 0.425
+            panel.bar(places, tok_s, width, yerr=reach, edgecolor="white", linewidth=0.5, **own)
+        panel.set_xticks(range(len(bars)), [f"{r['batch']} x {r['seq']}" for r in bars])
+        panel.set_title(runtime, loc="left", fontsize=10)
+        panel.set_ylabel("tok/s")
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("batch x seq")
+    finish(figure, panels[0, 0], title, path)
+
+
+def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
+    """Each speedup over the first variant by batch size, with error bars from quartile to quartile: a row of
+    panels for each runtime, without the floor and with it."""
+    runtimes, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("runtime", "variant"))
+    size = (6.5, 1 + 2.2 * len(runtimes))
+    figure, panels = pyplot().subplots(len(runtimes), 2, figsize=size, squeeze=False, layout="constrained")
+    for (near, far), runtime in zip(panels, runtimes, strict=True):
+        for name, look in looks(names, floor).items():
+            points = [r for r in rows if (r["runtime"], r["variant"]) == (runtime, name)]
+            points.sort(key=lambda r: r["batch"])
+            x, y, low, high = (
+                np.array([r[key] for r in points]) for key in ("batch", "speedup", "speedup_q1", "speedup_q3")
+            )
+            own = {"color": look["color"], "linestyle": "--" if look["again"] else "-", "label": name}
+            for panel in (far,) if name == floor else (near, far):
+                panel.errorbar(x, y, (y - low, high - y), marker="o", markersize=3, capsize=2, **own)
+        for panel, what in ((near, runtime), (far, f"{runtime}, with the {floor}")):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(x, [f"{n}" for n in x])
+            panel.minorticks_off()
+            panel.set_title(what, loc="left", fontsize=10)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(alpha=0.3)
+        near.set_ylabel(f"speedup over {names[0]}")
+    for panel in panels[-1]:
+        panel.set_xlabel("batch size")
+    finish(figure, panels[0, 1], title, path)
+
+
+def finish(figure, legend_from, title: str, path: str):
+    """A title, one legend below, and the file."""
+    figure.suptitle(title, fontsize=9)
+    handles = legend_from.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    with atomic_write(path) as f:
+        figure.savefig(f, dpi=200, format="png")

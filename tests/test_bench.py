@@ -77,6 +77,26 @@ def test_figure_is_the_table_as_bars(capsys, tmp_path):
             assert (low, high) == pytest.approx((tokens / r["ms_q3"], tokens / r["ms_q1"]))
 
 
+def test_speedups_are_drawn_by_batch_size(capsys, tmp_path):
+    """Without the floor and with it; error bars reach from quartile to quartile."""
+    plt = pytest.importorskip("matplotlib.pyplot", reason="draws; pip install matplotlib")
+    path = tmp_path / "speedups.png"
+    _, report = run(capsys, *FLAGS, "--seq=8", "--batch=4,1", "--mode=decode", f"--speedups={path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    near, far = plt.gcf().axes
+    plt.close()
+    names = ["baseline", "weightless", "unfused", "folded"]
+    assert [c.get_label() for c in near.containers] == names
+    assert [c.get_label() for c in far.containers] == [*names, "floor"]
+    for c in far.containers:
+        rows = sorted((r for r in report["rows"] if r["variant"] == c.get_label()), key=lambda r: r["batch"])
+        line, _, (bars,) = c.lines
+        assert line.get_xdata().tolist() == [1, 4] == [r["batch"] for r in rows]
+        assert line.get_ydata().tolist() == pytest.approx([r["speedup"] for r in rows])
+        for r, ((_, low), (_, high)) in zip(rows, bars.get_segments(), strict=True):
+            assert (low, high) == pytest.approx((r["speedup_q1"], r["speedup_q3"]))
+
+
 def test_figure_without_matplotlib_is_refused_before_timing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "build", lambda *_: pytest.fail("went on"))
@@ -276,6 +296,8 @@ def test_shapes_and_defaults(capsys, flags):
         (["--device=tpu"], "device=tpu"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
         (["--figure=bars.pdf"], ".png file in a folder that exists"),
+        (["--speedups=no/such/x.png"], ".png file in a folder that exists"),
+        (["--speedups=x.png", "--seq=8,16"], "name one --seq, not 2"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
     ],

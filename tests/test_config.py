@@ -71,7 +71,8 @@ COMMANDS = {
     "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.couple": "Couple",
     "scripts.sweep": "Sweep", "scripts.report": "ReportKnobs", "scripts.figures": "Picture",
     "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
-    "scripts.speed.where": "Where", "scripts.gpt2_report": "Knobs",
+    "scripts.speed.where": "Where", "scripts.gpt2_report": "Knobs", "scripts.couple_report": "Knobs",
+    "scripts.gaps": "Gaps",
 }  # fmt: skip
 
 

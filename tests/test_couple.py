@@ -159,3 +159,25 @@ def test_the_gpu_script_runs_at_toy_sizes_on_a_cpu(tmp_path):
     lines = (out / "pretraining.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == ["baseline, seed 1", "coupled, seed 1"]
     assert all('"val/loss"' in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_small_study_runs_at_toy_sizes(tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "TRY": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        ["bash", "scripts/coupled_posthoc.sh", tmp_path], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "report.md",
+        "curves.csv",
+        "rms.png",
+        "distilled.png",
+    }
+    said = (tmp_path / "report.md").read_text()
+    rows = [line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line]
+    assert sum(row.endswith("_through") for row in rows) == 3 and "none_0" in rows

@@ -1,0 +1,153 @@
+"""What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
+
+    python scripts/gaps.py out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/coupled_mlp
+
+PATHs are run folders and folders of runs, as scripts/report.py takes them. Runs with the same values of the
+--by knobs are compared with the baseline among them; whatever else they differ in names the row. A gap is the
+relative one of val/loss, in %, by pairs of a seed, with the 95% interval of its mean by Student's t. Writes
+gaps.md, gaps.csv (a row a pair) and gaps.png. Needs matplotlib and pandas.
+"""
+
+import math
+import shlex
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import atomic_write
+from nanonorm.plots import COLOURS
+from scripts.figures import Figures
+from scripts.gpt2_report import half_width
+from scripts.report import FinishedRun, collect, markdown, spread, table_of, varying
+
+MARKERS = "os^Dvp"
+
+
+@dataclass
+class Gaps:
+    """What is compared."""
+
+    by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
+    out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
+
+
+def rows_of(finished: list[FinishedRun], by: tuple[str, ...]) -> pd.DataFrame:
+    """A row a run: its group (the values of `by`), what it is, seed, loss, scale of the last stream, and its
+    gap to the baseline in % (nan for the baseline, and without a partner). Raises: BadInput."""
+    differ = [knob for knob in varying(table_of(finished)) if knob not in by]
+    rows = []
+    for run in finished:
+        own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
+        row = {"group": tuple(run.settings[knob] for knob in by), "what": " ".join([run.variant, *own])}
+        row |= {"variant": run.variant, "seed": run.seed, "loss": run.loss}
+        rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
+    table = pd.DataFrame(rows)
+    base = table[table.variant == "baseline"]
+    twice = base[base.duplicated(["group", "seed"])]
+    if len(twice):
+        first = twice.iloc[0]
+        raise BadInput(f"{first.folder} is a second baseline of seed {first.seed}; name what differs in --by")
+    of = {(row.group, row.seed): row.loss for row in base.itertuples()}
+    partner = [of.get((row.group, row.seed), math.nan) for row in table.itertuples()]
+    gap = 100 * (table.loss / np.array(partner) - 1)
+    return table.assign(gap=gap.where(table.variant != "baseline"))
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """A row a group and setting: n, losses, scale, the gap's mean and half its interval (nan for one pair).
+    Groups in order of their values, the baseline first in each."""
+    rows = []
+    for group in sorted(set(table.group)):
+        here = table[table.group == group]
+        names = dict.fromkeys(sorted(here.what, key=lambda name: (not name.startswith("baseline"), name)))
+        for what in names:
+            same = here[here.what == what]
+            gaps = same.gap.dropna()
+            row = {"group": group, "what": what, "n": len(same), "pairs": len(gaps)}
+            row |= {"loss": spread(same.loss), "scale": spread(same.scale, 2)}
+            row |= {"mean": gaps.mean(), "half": half_width(gaps)}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def table_text(found: pd.DataFrame, by: tuple[str, ...]) -> str:
+    rows = []
+    for row in found.itertuples():
+        gap = "-" if not row.pairs else f"{row.mean:+.2f}"
+        interval = (
+            "-" if math.isnan(row.half) else f"{row.mean - row.half:+.2f} to {row.mean + row.half:+.2f}"
+        )
+        rows.append([*row.group, row.what, row.n, row.loss, row.scale, gap, interval])
+    head = [*by, "", "n", "val/loss", "s/mean at the end", "gap, %", "95% interval"]
+    return markdown(rows, head)
+
+
+def draw(out: Path, found: pd.DataFrame, by: tuple[str, ...]):
+    """Each gap with its interval, a line a group."""
+    figures, found = Figures(out), found[found.pairs > 0]
+    groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
+    fig, (ax,) = figures.axes(1, 1, 0.9 + 0.12 * len(groups) * (len(names) + 1))
+    for i, name in enumerate(names):
+        rows = found[found.what == name]
+        at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
+        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
+        ax.errorbar(
+            rows["mean"], at, xerr=rows.half.fillna(0), linestyle="none", markersize=4, capsize=2, **look
+        )
+    widest = (found["mean"].abs() + found.half.fillna(0)).max()
+    if widest > 10:  # a failed run would press all the others together
+        ax.set_xscale("symlog", linthresh=1)
+    ax.axvline(0, color="#000000", linewidth=0.8)
+    ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
+    ax.invert_yaxis()
+    ax.set(xlabel="gap to the baseline of the same seed, %, and its 95% interval", ylabel=", ".join(by))
+    figures.save(fig, "gaps", ax)
+
+
+def main():
+    k, _, paths = parse(Gaps, sys.argv[1:], usage=__doc__)
+    if not paths:
+        raise BadInput("name folders of runs: python scripts/gaps.py out/small --by=max_iters")
+    if unknown := [knob for knob in k.by if knob not in {f.name for f in fields(Config)}]:
+        raise BadInput(f"--by={unknown[0]}: train.py has no such knob")
+    finished, left_out = collect(paths)
+    table, out = rows_of(finished, k.by), Path(k.out)
+    if table.gap.isna().all():
+        raise BadInput("no pair: no run has a baseline of its seed with the same values of --by")
+    found = summary(table)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"cannot make the folder {out}: {e.strerror}; name another --out") from None
+    heads = [run.head for run in finished]
+    what = {name: sorted({str(head["versions"][name]) for head in heads}) for name in ("commit", "processor",
+            "torch", "dtype")}  # fmt: skip
+    text = ["# Gaps to the baseline", "    " + shlex.join(["python", *sys.argv]), table_text(found, k.by)]
+    text.append(
+        "Validation at gate 0; ± is a standard deviation over n seeds; gaps are by pairs of a seed, with the "
+        f"interval of their mean by Student's t. {len(finished)} runs; "
+        + "; ".join(f"{name} {', '.join(values)}" for name, values in what.items())
+        + "."
+    )
+    text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
+    draw(out, found, k.by)
+    with atomic_write(out / "gaps.md", "w") as f:
+        f.write("\n\n".join([*text, "![gaps](gaps.png)"]) + "\n")
+    with atomic_write(out / "gaps.csv", "w") as f:
+        columns = table.drop(columns=["group", "variant"])
+        columns[list(k.by)] = pd.DataFrame(table.group.tolist(), index=table.index)
+        columns.to_csv(f, index=False, lineterminator="\n")
+    print(f"{len(finished)} runs, {len(left_out)} left out; wrote {out / 'gaps.md'}, gaps.csv and gaps.png")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,74 @@
+"""The report of coupled networks brought back by distillation, on known numbers."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+
+from nanonorm.divergence import Divergence
+from nanonorm.errors import BadInput
+from scripts import couple_report as r
+from scripts.report import FinishedRun
+
+TEACHERS = 2.0  # the teacher's loss
+
+
+def run(choice: str, seed: int, kl: dict[int, float], above: float) -> FinishedRun:
+    """A distillation that ends `above` its teacher's loss; kl: {step: KL}."""
+    lines = [{"iter": step, "val/kl": value, "val/loss": TEACHERS + above} for step, value in kl.items()]
+    return FinishedRun(Path(choice) / f"seed{seed}", choice, {"seed": seed}, {}, {}, lines)
+
+
+def runs() -> dict[str, list[FinishedRun]]:
+    """Of none_0 90 and 70% of the KL is gone at the end, and 75% of the loss; through, more."""
+    return {
+        "none_0": [run("none_0", 1, {2: 0.8, 4: 0.1}, 0.05), run("none_0", 2, {2: 0.6, 4: 0.3}, 0.05)],
+        "none_0_through": [run("x", seed, {2: 0.5, 4: low}, 0.04) for seed, low in ((1, 0.05), (2, 0.25))],
+    }
+
+
+BEFORE = {"none_0": Divergence(TEACHERS, TEACHERS + 0.2, 1.0)}
+
+
+def test_what_came_back_is_a_share_of_what_was_lost():
+    lines = r.distilled_table(runs(), BEFORE, TEACHERS).splitlines()
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells[:3] == ["none_0", "2", "1.0000"]
+    assert cells[3:5] == ["0.7000 ± 0.1414", "0.2000 ± 0.1414"]
+    assert cells[5:] == ["80.0 ± 14.1", "+0.2000", "+0.0500 ± 0.0000", "75.0 ± 0.0"]
+    assert lines[3].startswith("| none_0_through | 2 | 1.0000 | 0.5000 ± 0.0000 |")
+
+
+def test_through_is_compared_by_pairs():
+    said = r.through_less_stopped(runs())
+    assert "none_0: val/kl -0.0500 ± 0.0000" in said and "none_0: val/loss -0.0100 ± 0.0000" in said
+
+
+def test_the_curves_begin_with_the_untrained_network(tmp_path):
+    figures = r.Figures(tmp_path)
+    assert r.draw_distilled(figures, runs(), BEFORE, TEACHERS) == "![distilled](distilled.png)"
+    points = {(panel, name, x): mean for _, panel, name, x, mean, *_ in figures.points}
+    assert points["val/kl", "none_0", "0"] == "1" and points["val/kl", "none_0", "4"] == "0.2"
+    assert points["val/loss", "none_0_through", "0"] == "0.2"
+
+
+def test_choices_are_a_table_of_kept_blocks_and_alpha():
+    choices = [{"kept": kept, "alpha": alpha, "kl": 0.5 - 0.1 * kept, "original": 2.0, "cross_entropy": 2.25}
+               for kept in (0, 2) for alpha in ("none", "mean")]  # fmt: skip
+    lines = r.choices_table({"choices": choices}).splitlines()
+    assert lines[0] == "| blocks kept | alpha: none | alpha: mean |"
+    assert lines[3] == "| 2 | 0.3000 (+0.2500) | 0.3000 (+0.2500) |"
+
+
+def test_runs_that_cannot_be_compared_are_one_line(monkeypatch, tmp_path):
+    with pytest.raises(BadInput, match=r"no distillation in .*; scripts/coupled_posthoc.sh makes them$"):
+        r.collect(tmp_path)
+    for choice, seed in (("none_0", 1), ("mean_4", 2)):
+        (tmp_path / choice / f"seed{seed}").mkdir(parents=True)
+    monkeypatch.setattr(r, "load", lambda path: run(path.parent.name, int(path.name[4:]), {1: 0.1}, 0.0))
+    with pytest.raises(BadInput, match="not distilled with the same seeds"):
+        r.collect(tmp_path)
+    with pytest.raises(BadInput, match=r"cannot read .*couple.json"):
+        r.read_start(tmp_path)

@@ -1,0 +1,88 @@
+"""The table of gaps with their intervals, on known numbers."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+
+from config import Config
+from nanonorm.errors import BadInput
+from scripts import gaps
+from scripts.report import FinishedRun
+
+
+def run(norm: str, seed: int, loss: float, **knobs) -> FinishedRun:
+    """A finished run; point_of() reads a log's header, so the point is spelled."""
+    settings = asdict(Config(norm=norm, taper="none", aux_weight=0.0, seed=seed, **knobs).resolve())
+    point = {name: settings[name] for name in ("mlp", "max_iters", "learning_rate")}
+    if norm == "coupled":
+        point["coupled_grad"] = settings["coupled_grad"]
+    variant = {"rmsnorm": "baseline"}.get(norm, norm)
+    head = {"versions": {"commit": "c0ffee", "processor": "a CPU", "torch": "2", "dtype": "float32"}}
+    lines = [{"iter": 1, "val/loss": loss, "s/mean": 2.0 * loss}]
+    name = f"{norm}-{settings['mlp']}-{settings['coupled_grad']}-{settings['max_iters']}-{seed}"
+    return FinishedRun(Path(name), variant, settings, point, head, lines)
+
+
+def grid() -> list[FinishedRun]:
+    """Seeds differ by 1 nat. With a SwiGLU CoupledNorm costs 2, 3 and 4% with its gradient stopped and 1%
+    through it; with a GELU nothing. The third seed of the GELU's baseline is not there."""
+    runs = []
+    for seed in (1, 2, 3):
+        runs.append(run("rmsnorm", seed, 3.0 + seed))
+        runs.append(run("coupled", seed, (3.0 + seed) * (1.01 + 0.01 * seed)))
+        runs.append(run("coupled", seed, (3.0 + seed) * 1.01, coupled_grad=True))
+        runs.append(run("coupled", seed, 2.0 + seed, mlp="gelu"))
+        if seed < 3:
+            runs.append(run("rmsnorm", seed, 2.0 + seed, mlp="gelu"))
+    return runs
+
+
+def test_gaps_are_by_pairs_with_students_interval():
+    found = gaps.summary(gaps.rows_of(grid(), ("mlp",)))
+    of = {(row.group[0], row.what): row for row in found.itertuples()}
+    stopped, through = (of["swiglu", f"coupled coupled_grad={on}"] for on in (False, True))
+    assert (stopped.n, stopped.pairs) == (3, 3) and stopped.mean == pytest.approx(3.0)
+    assert stopped.half == pytest.approx(4.303 * 1.0 / np.sqrt(3))
+    assert through.mean == pytest.approx(1.0) and through.half == pytest.approx(0.0, abs=1e-9)
+    gelu = of["gelu", "coupled coupled_grad=False"]
+    assert (gelu.n, gelu.pairs) == (3, 2) and gelu.mean == pytest.approx(0.0)
+    assert found.what.iloc[0] == "baseline" and of["gelu", "baseline"].pairs == 0
+    table = gaps.table_text(found, ("mlp",)).splitlines()
+    assert table[0].startswith("| mlp |") and len(table) == 2 + 5
+    (line,) = [line for line in table if "coupled_grad=False" in line and "swiglu" in line]
+    assert line.endswith("| 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | +3.00 | +0.52 to +5.48 |")
+
+
+def test_two_baselines_of_a_seed_are_refused():
+    """Runs of two lengths are not told apart by mlp alone."""
+    runs = [*grid(), run("rmsnorm", 1, 3.5, max_iters=77)]
+    with pytest.raises(BadInput, match=r"second baseline of seed 1; name what differs in --by$"):
+        gaps.rows_of(runs, ("mlp",))
+    found = gaps.summary(gaps.rows_of(runs, ("mlp", "max_iters")))
+    assert {group for group in found.group if group[1] == 77} == {("swiglu", 77)}
+
+
+def test_what_is_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gaps, "collect", lambda paths: (grid(), {"out/x": "unfinished"}))
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", "--by=mlp", f"--out={tmp_path}"])
+    gaps.main()
+    assert "14 runs, 1 left out" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"gaps.md", "gaps.csv", "gaps.png"}
+    said = (tmp_path / "gaps.md").read_text()
+    assert "commit c0ffee; processor a CPU" in said and "Left out, out/x: unfinished" in said
+    lines = (tmp_path / "gaps.csv").read_text().splitlines()
+    assert lines[0] == "what,seed,loss,scale,folder,gap,mlp" and len(lines) == 1 + 14
+
+
+@pytest.mark.parametrize(("by", "said"), [("mlpp", "no such knob"), ("seed", "no pair")])
+def test_what_makes_no_sense_is_refused(by, said, monkeypatch):
+    only = [r for r in grid() if r.variant == "coupled"] if by == "seed" else grid()
+    monkeypatch.setattr(gaps, "collect", lambda paths: (only, {}))
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", f"--by={by}"])
+    with pytest.raises(BadInput, match=said):
+        gaps.main()
