@@ -140,24 +140,44 @@ def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dic
             remedy = "name the run folder, or leave it out of --variants"
             raise BadInput(f"{name} cannot be made from the {shape.form} form alone; {remedy}")
         models[name] = known[key][source] if source == form else FORMS[form](known[key][source])
-    copies = {name: copy.deepcopy(m).to(device, dtype) for name, m in models.items()}
+    columns = any(in_columns(model) for model in run.values())
+    copies = {name: laid_out(copy.deepcopy(m).to(device, dtype), columns) for name, m in models.items()}
     return {name: m.requires_grad_(False).eval() for name, m in copies.items()}
+
+
+def in_columns(model: Transformer) -> bool:
+    """Whether the matrices of the blocks lie in memory as (in, out), as those of a loaded GPT-2 do."""
+    return not model.blocks[0].attn.qkv.weight.is_contiguous()
+
+
+def laid_out(model: Transformer, columns: bool) -> Transformer:
+    """The model with the matrices of its blocks in one layout: products of two would not compare."""
+    for p in model.blocks.parameters():
+        if p.dim() == 2:
+            p.data = p.data.t().contiguous().t() if columns else p.data.contiguous()
+    return model
 
 
 class Floor(nn.Module):
     """The matrix products and attention calls of one forward, back to back, and nothing else.
 
     Each product reads the one before it, as in the model, so a compiler can drop none and the caches see the
-    same traffic. Weights keep the size of what passes (std 1/sqrt(fan in)): no denormals, however deep.
+    same traffic. Weights keep the size of what passes (std 1/sqrt(fan in)): no denormals, however deep. With
+    `columns` they lie as in_columns() says.
     """
 
-    def __init__(self, c: ModelConfig, mode: str, batch: int, seq: int, device, dtype):
+    def __init__(self, c: ModelConfig, mode: str, batch: int, seq: int, device, dtype, columns=False):
         super().__init__()
         D, H, K, C = c.n_embd, c.n_head, c.n_kv_head, c.head_dim
         like = partial(torch.randn, device=device, dtype=dtype)
         read = 2 * c.hidden if c.mlp == "swiglu" else c.hidden
         shapes = ((H + 2 * K) * C, D), (D, H * C), (read, D), (D, c.hidden)
-        self.layers = [[like(s) * s[1] ** -0.5 for s in shapes] for _ in range(c.n_layer)]
+
+        def matrix(out, width):
+            weight = like(out, width) * width**-0.5
+            return weight.t().contiguous().t() if columns else weight
+
+        self.layers = [[matrix(*shape) for shape in shapes] for _ in range(c.n_layer)]
         self.head = like(c.vocab_size, D) * D**-0.5
         self.heads, self.decode = (H, K, C), mode == "decode"
         self.x = like(batch, 1 if self.decode else seq, D)
@@ -240,8 +260,9 @@ def measure(models: dict, k: Bench, runtime: str, batch: int, seq: int, device, 
     if runtime == "compiled":
         torch.compiler.reset()  # drop the programs of the row before: shapes are static
     steps, logits, work = {}, {}, {}
-    shape, dtype = next(iter(models.values())).config, getattr(torch, k.dtype)
-    for name, model in {**models, FLOOR: Floor(shape, k.mode, batch, seq, device, dtype)}.items():
+    first, dtype = next(iter(models.values())), getattr(torch, k.dtype)
+    floor = Floor(first.config, k.mode, batch, seq, device, dtype, in_columns(first))
+    for name, model in {**models, FLOOR: floor}.items():
         what = f"{name}, {k.mode} {batch} x {seq}, {runtime}"
         reset, step = make_step(model, k.mode, batch, seq, k.seed)
         with torch.inference_mode():

@@ -239,7 +239,7 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
         line["val/kl"] = found["kl"]
     if norms:
         torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
-        [line["val/loss_gated"]] = validate(model, *rest)
+        line["val/loss_gated"] = validate(model, *rest)[0]
     model.train()
     return line
 

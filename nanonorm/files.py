@@ -226,7 +226,9 @@ def check_state(state: dict, wanted: dict, path):
         got, want = tuple(state[name].shape), tuple(wanted[name].shape)
         if got != want:
             raise ModelError(f"{path} does not fit its config: {name} is {got}, not {want}")
-        pieces = state[name].flatten().split(1 << 24)  # the flags of a large tensor would take memory
+        t = torch.atleast_1d(state[name])
+        rows = max(1, (1 << 24) * len(t) // max(1, t.numel()))  # the flags of a large tensor take memory
+        pieces = t.split(rows)
         if not all(torch.isfinite(piece).all() for piece in pieces):
             raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
     types = {str(t.dtype).removeprefix("torch.") for t in state.values() if t.dim() >= 2}

@@ -67,11 +67,13 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
                 np.array([r[key] for r in points]) for key in ("batch", "speedup", "speedup_q1", "speedup_q3")
             )
             own = {"color": look["color"], "linestyle": "--" if look["again"] else "-", "label": name}
-            for panel in (far,) if name == floor else (near, far):
-                panel.errorbar(x, y, (y - low, high - y), marker="o", markersize=3, capsize=2, **own)
+            far.errorbar(x, y, (y - low, high - y), marker="o", markersize=3, capsize=2, **own)
+            if name != floor:
+                near.errorbar(x, y, (y - low, high - y), marker="o", markersize=3, capsize=2, **own)
+        batches = sorted({r["batch"] for r in rows})
         for panel, what in ((near, runtime), (far, f"{runtime}, with the {floor}")):
             panel.set_xscale("log", base=2)
-            panel.set_xticks(x, [f"{n}" for n in x])
+            panel.set_xticks(batches, map(str, batches))
             panel.minorticks_off()
             panel.set_title(what, loc="left", fontsize=10)
             panel.spines[["top", "right"]].set_visible(False)

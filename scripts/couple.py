@@ -201,7 +201,7 @@ def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: t
     return markdown(head, rows)
 
 
-def numbers(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], proposed: int) -> dict:
+def as_json(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], proposed: int) -> dict:
     """What couple.json holds. rms: by position (first, later), block, place (attention's input, MLP's)."""
     choices = []
     for (kept, alpha), (alphas, d) in found.items():
@@ -279,7 +279,7 @@ def main():
                 "\n\n".join([f"# {words[0]} with CoupledNorm", settings, *tables, "![rms](rms.png)"]) + "\n"
             )
         with atomic_write(folder / "couple.json", "w") as f:
-            f.write(json.dumps(numbers(rms, growth, found, proposed), indent=1) + "\n")
+            f.write(json.dumps(as_json(rms, growth, found, proposed), indent=1) + "\n")
         draw(folder, rms, growth, keep)
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")

@@ -3,8 +3,9 @@
     python scripts/couple_report.py out/coupled_posthoc --base=out/llama_tiny --out=results/coupled_posthoc
 
 The folder is as scripts/coupled_posthoc.sh leaves it: start/NAME/ of each choice NAME, alpha_kept, as
-scripts/couple.py makes them; NAME/ with a distillation a seed, NAME_through/ with those whose gradient went
-through the statistic. Writes report.md, the figures and curves.csv. Needs matplotlib and pandas.
+scripts/couple.py makes them; NAME_stopped/ and NAME_through/ with a distillation a seed, by where the
+gradient ended: at the statistic, or not. Writes report.md, the figures and curves.csv. Needs matplotlib and
+pandas.
 """
 
 import json
@@ -23,17 +24,21 @@ from data import open_corpus
 from data.sampling import windows
 from model import Transformer
 from nanonorm.cli import parse
+from nanonorm.distill import fingerprint
 from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput, ModelError, one_line_errors
-from nanonorm.files import ROOT, atomic_write
-from nanonorm.typed import Count
+from nanonorm.files import ROOT, atomic_write, read_file
+from nanonorm.plots import COLOURS
+from scripts.couple import draw as draw_rms
+from scripts.couple import rms_table
 from scripts.figures import COLUMNS, Figures, curve, series_of
 from scripts.gpt2_report import interval, paired
 from scripts.report import FinishedRun, load, markdown, spread
 from scripts.runs import Unusable
 
-THROUGH = "_through"
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+STOPPED, THROUGH = "_stopped", "_through"
+MAY_DIFFER = {"seed", "out_dir", "init_from", "coupled_from_layer", "coupled_grad"}  # in runs compared here
+LEAST = 1e-3  # nats: of a smaller loss no share is told
 SHOWN = 5  # columns of a distillation's validations
 
 
@@ -43,7 +48,6 @@ class Knobs:
 
     base: str = "out/llama_tiny"  # run folder of the network that was coupled, and teaches
     out: str = "results/coupled_posthoc"  # folder to write
-    windows: Count = 4096  # of the validation split, at most, on which a start is measured
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -64,12 +68,16 @@ def collect(folder: Path) -> dict[str, list[FinishedRun]]:
     seeds = {name: [run.seed for run in found] for name, found in runs.items()}
     if len(set(map(tuple, seeds.values()))) > 1:
         raise BadInput(f"the choices were not distilled with the same seeds: {seeds}")
+    every = [run for found in runs.values() for run in found]
+    for knob in every[0].settings.keys() - MAY_DIFFER:
+        if any(run.settings[knob] != every[0].settings[knob] for run in every):
+            raise BadInput(f"the distillations differ in {knob}; they are compared in the choice alone")
     return runs
 
 
 def start_of(name: str) -> str:
     """The choice whose network a distillation began with."""
-    return name.removesuffix(THROUGH)
+    return name.removesuffix(THROUGH).removesuffix(STOPPED)
 
 
 def read_start(folder: Path) -> dict:
@@ -80,20 +88,34 @@ def read_start(folder: Path) -> dict:
         raise BadInput(f"cannot read {folder}/couple.json ({e}); scripts/couple.py writes it") from None
 
 
-def distances(folder: Path, base: Path, run: FinishedRun, choices, most: int) -> dict[str, Divergence]:
-    """{choice: how far its network is from the teacher, untrained}, on the validation split of the runs."""
-    length = run.settings["block_size"]
-    try:
-        _, _, val = open_corpus(ROOT / "data" / run.settings["dataset"], length)
-        teacher = Transformer.load(base / "model.pt")
-        starts = {name: Transformer.load(folder / "start" / name / "model.pt") for name in choices}
-    except ModelError as e:
-        raise BadInput(str(e)) from None
-    at = np.arange(0, len(val) - length, length)[:most]
-    x, y = windows(torch.from_numpy(val), at, length, "cpu")
-    pairs = list(zip(x.split(8), y.split(8), strict=True))
-    pairs = [pair for pair in pairs if len(pair[0]) == 8] or pairs
-    return {name: divergence(teacher, start, pairs) for name, start in starts.items()}
+def refuse_other_teachers(runs: dict[str, list[FinishedRun]], base: Path):
+    """Raises: BadInput for a distillation whose teacher was not the network in `base`."""
+    sha256 = fingerprint(read_file(base / "model.pt")["state"])
+    for run in (run for found in runs.values() for run in found):
+        teacher = read_file(run.folder / "ckpt.pt")["meta"].get("teacher", {})
+        if teacher.get("sha256") != sha256:
+            raise BadInput(f"{run.folder} learned from another network than {base}; distil again")
+
+
+def distances(folder: Path, base: Path, run: FinishedRun, choices) -> dict[str, Divergence]:
+    """{choice: how far its network is from the teacher, untrained}, on all of the runs' validation split."""
+    length, count = run.settings["block_size"], run.settings["batch_size"]
+    _, _, val = open_corpus(ROOT / "data" / run.settings["dataset"], length)
+    teacher = Transformer.load(base / "model.pt")
+    starts = {name: Transformer.load(folder / "start" / name / "model.pt") for name in choices}
+    n, tokens = len(val) - 1, torch.from_numpy(val)
+    at = np.arange(0, n - n % length, length)
+    parts = [(at[i : i + count], length) for i in range(0, len(at), count)]  # as train.py validates
+    if n % length:
+        parts.append((np.array([n - n % length]), n % length))
+    found = {}
+    for name, start in starts.items():
+        sums = np.zeros(3)
+        for first, size in parts:
+            pair = windows(tokens, first, size, "cpu")
+            sums += np.array(divergence(teacher, start, [pair])) * len(first) * size
+        found[name] = Divergence(*(sums / n))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -128,17 +150,7 @@ def preamble(base: FinishedRun, runs: dict[str, list[FinishedRun]]) -> list[str]
     return ["# CoupledNorm in a trained network", "    " + shlex.join(command), "\n".join(text)]
 
 
-def stream_table(start: dict) -> str:
-    first, later = start["rms"]
-    rows = []
-    for i, growth in enumerate(start["growth"]):
-        cells = (*later[i], growth, *first[i])
-        rows.append([i, *(f"{value:.3f}" for value in cells)])
-    head = ["block", "before attention", "before the MLP", "alpha", "first position", "before its MLP"]
-    return markdown(rows, head)
-
-
-def choices_table(start: dict) -> str:
+def untrained_table(start: dict) -> str:
     """KL to the original and the loss above its, a row a number of kept blocks, a column an alpha."""
     cells = {(c["kept"], c["alpha"]): c for c in start["choices"]}
     kept, alphas = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
@@ -161,9 +173,10 @@ def distilled_table(runs: dict[str, list[FinishedRun]], before: dict[str, Diverg
         start = before[start_of(name)]
         kl, gap0 = [series_of(run.lines, "val/kl") for run in found], start.after - start.before
         gaps = [run.loss - base for run in found]
+        gone = [100 * (1 - gap / gap0) for gap in gaps] if gap0 > LEAST else []
         row = [name, len(found), f"{start.kl:.4f}", *(spread([of[step] for of in kl]) for step in steps)]
         row += [spread([100 * (1 - of[steps[-1]] / start.kl) for of in kl], 1), f"{gap0:+.4f}"]
-        row += [spread(gaps, sign="+"), spread([100 * (1 - gap / gap0) for gap in gaps], 1)]
+        row += [spread(gaps, sign="+"), spread(gone, 1)]
         rows.append(row)
     head = ["choice", "n", "KL untrained", *(f"at {step:,}" for step in steps), "of it gone, %"]
     head += ["loss above the teacher's, untrained", "at the end", "of it gone, %"]
@@ -173,18 +186,21 @@ def distilled_table(runs: dict[str, list[FinishedRun]], before: dict[str, Diverg
 def through_less_stopped(runs: dict[str, list[FinishedRun]]) -> str:
     said = []
     for name, found in runs.items():
-        stopped = runs.get(start_of(name))
+        stopped = runs.get(start_of(name) + STOPPED)
         if name.endswith(THROUGH) and stopped:
             for metric in ("val/kl", "val/loss"):
                 of = [{run.seed: run.lines[-1][metric] for run in group} for group in (found, stopped)]
                 said.append(f"{start_of(name)}: {metric} {interval(paired(*of))}")
-    return "Gradient through the statistic less stopped, at the end: " + "; ".join(said)
+    if not said:
+        return "No choice was distilled both ways, with the gradient through the statistic and stopped."
+    what = "Gradient through the statistic less stopped, at the end, with half of the 95% interval"
+    return f"{what}: {'; '.join(said)}."
 
 
 def draw_distilled(figures: Figures, runs: dict[str, list[FinishedRun]], before, base: float) -> str:
     """KL and loss above the teacher's over the steps, the untrained network's at step 0."""
     fig, (left, right) = figures.axes(1, 2, 3.0)
-    starts, lowest = list(dict.fromkeys(map(start_of, runs))), []
+    starts, reach = list(dict.fromkeys(map(start_of, runs))), {left: [], right: []}
     for name, found in runs.items():
         at = before[start_of(name)]
         look = {"color": COLOURS[starts.index(start_of(name)) % len(COLOURS)], "marker": "o", "markersize": 3}
@@ -196,58 +212,38 @@ def draw_distilled(figures: Figures, runs: dict[str, list[FinishedRun]], before,
             x, y = curve(found, metric)
             x, y = np.insert(x, 0, 0), np.insert(y - less, 0, first, axis=1)
             figures.draw(ax, "distilled", metric, name, x, y, **look)
-            lowest.append((ax, y.min(), y.max()))
-    for ax in (left, right):
-        own = [(low, high) for of, low, high in lowest if of is ax]
-        low, high = min(low for low, _ in own), max(high for _, high in own)
-        if low > 0:
-            figures.log_scale(ax, low / 1.5, high * 1.5)
+            reach[ax] += [y.min(), y.max()]
+    for ax, values in reach.items():
+        if min(values) > 0:
+            figures.log_scale(ax, min(values) / 1.5, max(values) * 1.5)
         ax.set(xlabel="optimizer step")
     left.set(title="KL to the teacher", ylabel="nats per token")
     right.set(title="Loss above the teacher's")
     return figures.save(fig, "distilled", left)
 
 
-def draw_stream(figures: Figures, start: dict) -> str:
-    """The stream's RMS by block, the first position apart, and its growth within a block."""
-    fig, axes = figures.axes(1, 3, 2.4)
-    rms, x = np.array(start["rms"]), np.arange(len(start["growth"]))
-    for ax, title, values in zip(axes, ("first position", "later positions"), rms, strict=False):
-        lines = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
-        for place, (what, colour, line) in enumerate(lines):
-            look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3, "label": what}
-            figures.draw(ax, "rms", title, what, x, values[None, :, place], **look)
-        figures.log_scale(ax, values.min() / 1.3, values.max() * 1.3)
-        ax.set(xlabel="block", title=title)
-    axes[0].set(ylabel="RMS of the stream")
-    growth = np.array(start["growth"])[None]
-    figures.draw(axes[2], "rms", "growth", "alpha", x, growth, color="#000000", marker="o", markersize=3,
-                 linestyle="-")  # fmt: skip
-    axes[2].set(xlabel="block", title="growth within a block (alpha)", ylim=(0, None))
-    for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    return figures.save(fig, "rms", axes[0])
-
-
 def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
     """(blocks of markdown, the figures with their points). Raises: BadInput, Unusable."""
     runs, base = collect(folder), load(Path(k.base))
+    refuse_other_teachers(runs, Path(k.base))
     figures, choices = Figures(Path(k.out)), list(dict.fromkeys(map(start_of, runs)))
     start, first = read_start(folder / "start" / choices[0]), next(iter(runs.values()))[0]
-    before = distances(folder, Path(k.base), first, choices, k.windows)
+    before = distances(folder, Path(k.base), first, choices)
     teacher = next(iter(before.values())).before
     text = preamble(base, runs)
-    text += ["## The stream", stream_table(start)]
+    rms, growth = torch.tensor(start["rms"]), torch.tensor(start["growth"])
+    text += ["## The stream", rms_table(rms, growth)]
     text.append("Means of r over tokens; alpha is of all positions but the first.")
-    text += [draw_stream(figures, start), "## Coupled, and not trained", choices_table(start)]
+    draw_rms(figures.out, rms, growth, 0)
+    text += ["![rms](rms.png)", "## Coupled, and not trained", untrained_table(start)]
     text.append(
         "KL to the original, in brackets the loss above the original's, nats a token, on windows from all of "
         f"the validation split, where the original's is {start['choices'][0]['original']:.4f}."
     )
     text += ["## Distilled", distilled_table(runs, before, teacher)]
     text.append(
-        "A choice is alpha_kept; through: with the gradient through the statistic. Nats a token, on all of "
-        f"the validation split, where the teacher's loss is {teacher:.4f}."
+        "A choice is alpha_kept; the gradient stops at the statistic or goes through. Nats a token, on all "
+        f"of the validation split, where the teacher's loss is {teacher:.4f}."
     )
     text += [through_less_stopped(runs), draw_distilled(figures, runs, before, teacher)]
     return text, figures
@@ -261,6 +257,8 @@ def main():
         text, figures = report(k, Path(words[0]))
     except Unusable as e:
         raise BadInput(f"{k.base} cannot be used: {e}") from None
+    except ModelError as e:
+        raise BadInput(str(e)) from None
     with atomic_write(Path(k.out) / "report.md", "w") as f:
         f.write("\n\n".join(text) + "\n")
     table = pd.DataFrame(figures.points, columns=COLUMNS, dtype=object)

@@ -9,15 +9,19 @@
 # The DIR holds train.txt and valid.txt, in which a line <|endoftext|> follows every story. The choices are
 # "none 0" and the two of the least KL untrained. JOBS (2) distillations at a time, THREADS (1) for each;
 # PRETRAIN are flags of the pre-training alone, such as "--compile=True --dtype=bfloat16" for a CPU with AMX.
-# All is kept in data/ and out/: the same call goes on after an interruption.
+# All is kept in data/ and out/ (with TRY in the folder WORK, if that is given): the same call goes on after an
+# interruption.
 set -euo pipefail
 out=$(mkdir -p "${1:?name a folder for the report}" && cd "$1" && pwd)
 here=$(cd "$(dirname "$0")/.." && pwd)
 work=$here seeds=1,2,3 vocab=2048 base="" more="" tokens=65536
 if [ -n "${TRY:-}" ]; then
-    work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
-    mkdir "$work/text" "$work/data"
+    if [ -z "${WORK:-}" ]; then
+        WORK=$(mktemp -d)
+        trap 'rm -rf "$WORK"' EXIT
+    fi
+    work=$WORK
+    mkdir -p "$work/text" "$work/data"
     STORIES=$work/text
     cat "$here"/nanonorm/*.py >"$work/text/train.txt"
     cp "$here/model.py" "$work/text/valid.txt"
@@ -32,15 +36,16 @@ cd "$work"
 corpus=$work/data/tinystories_2k runs=out/coupled_posthoc
 
 if [ ! -e "$corpus/meta.json" ]; then
-    (cd "${STORIES%/*}" && python "$here/data/tinystories/prepare.py" --text="${STORIES##*/}/train.txt" \
-        --val_text="${STORIES##*/}/valid.txt" --vocab_size=$vocab --out_dir="$corpus")
+    dir=$(basename "$STORIES") # the corpus's record names the text by a relative path
+    (cd "$(dirname "$STORIES")" && python "$here/data/tinystories/prepare.py" --text="$dir/train.txt" \
+        --val_text="$dir/valid.txt" --vocab_size=$vocab --out_dir="$corpus")
 fi
 # shellcheck disable=SC2086  # the flags are words
 python "$here/train.py" "$here/config/llama_tiny.py" --init_from=auto --dataset="$corpus" $base ${PRETRAIN:-}
 
 start() { # alpha, kept blocks: a network to distil, and the config file that begins with it
     name=$1_$2
-    if [ ! -e "$runs/start/$name/model.pt" ]; then
+    if [ ! -e "$runs/start/$name/couple.json" ]; then
         python "$here/scripts/couple.py" out/llama_tiny --data="$corpus" --alpha="$1" --keep="$2" \
             --window=256 --tokens=$tokens --compared=$tokens \
             --out="$runs/start/$name"
@@ -60,15 +65,15 @@ for choice in sorted(others, key=lambda c: c["kl"])[:2]:
 PYTHON
 while read -r alpha kept; do start "$alpha" "$kept"; done <"$runs/start/best"
 
-distil() { # alpha, kept blocks, suffix, flags: all seeds
+distil() { # alpha, kept blocks, where the gradient goes, flags: all seeds
     # shellcheck disable=SC2086
     python "$here/scripts/sweep.py" "$here/config/distill_tiny.py" "$runs/start/$1_$2.py" \
-        --out="$runs/$1_$2$3" --seed=$seeds --dataset="$corpus" --threads="${THREADS:-1}" $more "${@:4}"
+        --out="$runs/$1_$2_$3" --seed=$seeds --dataset="$corpus" --threads="${THREADS:-1}" $more "${@:4}"
 }
 export -f distil
 export here runs corpus seeds more
 while read -r alpha kept; do
-    printf '%s\n' "$alpha $kept ''" "$alpha $kept _through --coupled_grad=True"
+    printf '%s\n' "$alpha $kept stopped" "$alpha $kept through --coupled_grad=True"
 done <<<"none 0
 $(cat "$runs/start/best")" | xargs -P "${JOBS:-2}" -I{} bash -c "distil {}"
 python "$here/scripts/couple_report.py" "$runs" --base=out/llama_tiny --out="$out"

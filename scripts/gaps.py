@@ -25,8 +25,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
 from scripts.figures import Figures
-from scripts.gpt2_report import half_width
-from scripts.report import FinishedRun, collect, markdown, spread, table_of, varying
+from scripts.report import FinishedRun, collect, half_width, markdown, spread, table_of, varying
 
 MARKERS = "os^Dvp"
 
@@ -43,6 +42,9 @@ def rows_of(finished: list[FinishedRun], by: tuple[str, ...]) -> pd.DataFrame:
     """A row a run: its group (the values of `by`), what it is, seed, loss, scale of the last stream, and its
     gap to the baseline in % (nan for the baseline, and without a partner). Raises: BadInput."""
     differ = [knob for knob in varying(table_of(finished)) if knob not in by]
+    if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
+        values = sorted({str(run.point[odd[0]]) for run in finished})
+        raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
     rows = []
     for run in finished:
         own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
@@ -61,11 +63,16 @@ def rows_of(finished: list[FinishedRun], by: tuple[str, ...]) -> pd.DataFrame:
     return table.assign(gap=gap.where(table.variant != "baseline"))
 
 
+def in_order(group: tuple) -> list[tuple]:
+    """A key to sort groups by: numbers by size, before all else by its text."""
+    return [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in group]
+
+
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """A row a group and setting: n, losses, scale, the gap's mean and half its interval (nan for one pair).
     Groups in order of their values, the baseline first in each."""
     rows = []
-    for group in sorted(set(table.group)):
+    for group in sorted(set(table.group), key=in_order):
         here = table[table.group == group]
         names = dict.fromkeys(sorted(here.what, key=lambda name: (not name.startswith("baseline"), name)))
         for what in names:
@@ -85,8 +92,8 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...]) -> str:
         interval = (
             "-" if math.isnan(row.half) else f"{row.mean - row.half:+.2f} to {row.mean + row.half:+.2f}"
         )
-        rows.append([*row.group, row.what, row.n, row.loss, row.scale, gap, interval])
-    head = [*by, "", "n", "val/loss", "s/mean at the end", "gap, %", "95% interval"]
+        rows.append([*row.group, row.what, row.n, row.loss, row.scale, row.pairs, gap, interval])
+    head = [*by, "", "n", "val/loss", "last s/mean", "pairs", "gap, %", "95% interval"]
     return markdown(rows, head)
 
 
@@ -99,9 +106,8 @@ def draw(out: Path, found: pd.DataFrame, by: tuple[str, ...]):
         rows = found[found.what == name]
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
         look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
-        ax.errorbar(
-            rows["mean"], at, xerr=rows.half.fillna(0), linestyle="none", markersize=4, capsize=2, **look
-        )
+        look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
+        ax.errorbar(rows["mean"], at, xerr=rows.half, **look)  # nan: a point without a bar
     widest = (found["mean"].abs() + found.half.fillna(0)).max()
     if widest > 10:  # a failed run would press all the others together
         ax.set_xscale("symlog", linthresh=1)
@@ -132,8 +138,8 @@ def main():
             "torch", "dtype")}  # fmt: skip
     text = ["# Gaps to the baseline", "    " + shlex.join(["python", *sys.argv]), table_text(found, k.by)]
     text.append(
-        "Validation at gate 0; ± is a standard deviation over n seeds; gaps are by pairs of a seed, with the "
-        f"interval of their mean by Student's t. {len(finished)} runs; "
+        "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
+        f"gaps are by pairs of a seed, with the interval of their mean by Student's t. {len(finished)} runs; "
         + "; ".join(f"{name} {', '.join(values)}" for name, values in what.items())
         + "."
     )

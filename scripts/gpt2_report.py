@@ -9,7 +9,6 @@ and the same dropout masks, so a gap is taken by pairs. Needs matplotlib and pan
 """
 
 import json
-import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -28,14 +27,12 @@ from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
 from scripts.calibration import HEADS
 from scripts.figures import COLUMNS, Figures, Panel, curve, series_of
-from scripts.report import FinishedRun, load, markdown, spread, stream_rms
+from scripts.report import FinishedRun, half_width, load, markdown, spread, stream_rms
 from scripts.runs import Unusable
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
 TABLED = (*PROTOCOLS, WITH_FIRST)
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
-       2.131, 2.120, 2.110, 2.101, 2.093)  # Student's t, by degrees of freedom  # fmt: skip
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
     Panel("Training loss", "train/ce", "nats per token"),
@@ -99,14 +96,6 @@ def interval(values) -> str:
     if n < 2:
         return f"{values[0]:+.4f}" if n else "-"
     return f"{np.mean(values):+.4f} ± {half_width(values):.4f}"
-
-
-def half_width(values) -> float:
-    """Half of the 95% interval of their mean, by Student's t; nan for fewer than two."""
-    n = len(values)
-    if n < 2:
-        return math.nan
-    return T95[min(n, len(T95) + 1) - 2] * np.std(values, ddof=1) / math.sqrt(n)
 
 
 def paired(of_seed: dict[int, float], base: dict[int, float]) -> list[float]:

@@ -5,7 +5,7 @@
 #     MODELS="qwen_0_6b" SEEDS="" bash scripts/gpu_couple.sh FOLDER
 #     TRY=1 bash scripts/gpu_couple.sh /tmp/try            # the same commands at toy sizes, on a CPU, no hub
 #
-# Writes to the folder: decode.txt and .json (Figure 2's table on the shapes of Llama 1B and Qwen 0.6B, random
+# Writes to the folder: decode.txt, .json and .png (Figure 2 on the shapes of Llama 1B and Qwen 0.6B, random
 # weights), NAME.md and NAME.png (the stream by block, each choice before training) and NAME.txt (the
 # distillation's validation, then Table 2's tasks before and after) of every model, pretraining.txt. The runs
 # are kept in out/: the same call goes on after an interruption.
@@ -79,8 +79,11 @@ PYTHON
 
 # shellcheck disable=SC2086
 {
-    python bench.py $llama $decode --out="$out/decode_llama.json" | sed '$d' | tee "$out/decode.txt"
-    python bench.py $qwen $decode --out="$out/decode_qwen.json" | sed '$d' | tee -a "$out/decode.txt"
+    : >"$out/decode.txt"
+    for name in llama qwen; do
+        python bench.py ${!name} $decode --out="$out/decode_$name.json" --speedups="$out/decode_$name.png" |
+            sed '$d' | tee -a "$out/decode.txt"
+    done
     for name in $models; do
         how="config/distill_$name.py"
         case $name in

@@ -7,8 +7,8 @@
 #     bash scripts/lm_eval.sh DIR --limit 100 --device cuda # any flag of lm_eval
 #
 # A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
-# DTYPE is float32 unless given. Five examples of MMLU want a context of about 4,000 tokens: lm_eval cuts longer
-# prompts from the left, with no more than a warning. GPQA is gated: `hf auth login`, and accept its terms.
+# DTYPE is float32 unless given. Five examples of MMLU want a context of about 4,000 tokens: lm_eval cuts what is
+# longer from the left, and how often it did is said. GPQA is gated: `hf auth login`, and accept its terms.
 # HF_HUB_OFFLINE=1 takes the data from the cache. Needs the packages of requirements-export.txt.
 set -euo pipefail
 path=${1:?name a run folder, a model file or an export folder}
@@ -46,6 +46,8 @@ evaluate() { # task, examples, flags
         echo "lm_eval did not finish $1: $(tail -n 1 "$work/log")" >&2
         status=2
     fi
+    cut=$(grep -c "exceeds model's maximum length" "$work/log" || true)
+    echo "$1: $cut inputs were longer than the model's context and lost their beginning"
 }
 status=0
 if [ -n "${LOCAL:-}" ]; then

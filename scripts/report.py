@@ -10,6 +10,7 @@ corpora, devices, versions of torch and lengths get tables of their own, lambda 
 each. Runs of other commits are named. Needs matplotlib and pandas.
 """
 
+import math
 import shlex
 import sys
 from collections import Counter, defaultdict
@@ -46,6 +47,9 @@ OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 # from the first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows:
 # not public.
 PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
+
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+       2.131, 2.120, 2.110, 2.101, 2.093)  # Student's t, by degrees of freedom  # fmt: skip
 
 # knobs that set no runs apart: what is compared, and where and how a run computes
 SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph"}
@@ -237,6 +241,14 @@ def spread(values, digits: int = 4, sign: str = "") -> str:
         return "-"
     mean = f"{np.mean(values):{sign}.{digits}f}"
     return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
+
+
+def half_width(values) -> float:
+    """Half of the 95% interval of their mean, by Student's t; nan for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return math.nan
+    return T95[min(n, len(T95) + 1) - 2] * np.std(values, ddof=1) / math.sqrt(n)
 
 
 def gap_of_means(runs: pd.DataFrame, base: pd.DataFrame) -> str:

@@ -1,5 +1,6 @@
 """bench.py: it refuses what it cannot time, catches a wrong fold before timing, and its counts are right."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -75,6 +76,25 @@ def test_figure_is_the_table_as_bars(capsys, tmp_path):
         for r, ((_, low), (_, high)) in zip(rows, whiskers.get_segments(), strict=True):
             tokens = 2 * r["seq"] * 1e3
             assert (low, high) == pytest.approx((tokens / r["ms_q3"], tokens / r["ms_q1"]))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_all_variants_lie_in_memory_as_the_runs_own(columns, tmp_path):
+    """A loaded GPT-2 has its matrices as (in, out): its random rivals and the floor too."""
+    torch.manual_seed(0)
+    model = bench.random_model(ModelConfig(**SHAPE, norm="layernorm"), CPU)
+    if columns:
+        bench.laid_out(model, True)
+    torch.save(model.to_file({}), tmp_path / "model.pt")
+    run = bench.load_models(str(tmp_path / "model.pt"))
+    names = ("baseline", "weightless", "unfused", "folded", "cbwc")
+    models = bench.build(names, model.config, run, CPU, torch.float32, seed=0)
+    floor = bench.Floor(model.config, "prefill", 1, 8, CPU, torch.float32, columns)
+    for matrices in (*(m.blocks.parameters() for m in models.values()), itertools.chain(*floor.layers)):
+        assert {p.t().is_contiguous() for p in matrices if p.dim() == 2} == {columns}
+    idx = torch.arange(8)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(models["baseline"](idx), model(idx))
 
 
 def test_speedups_are_drawn_by_batch_size(capsys, tmp_path):

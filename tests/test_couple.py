@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,8 +155,9 @@ def test_the_gpu_script_runs_at_toy_sizes_on_a_cpu(tmp_path):
     command, out = ["bash", "scripts/gpu_couple.sh", tmp_path / "out"], tmp_path / "out"
     run = subprocess.run(command, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    names = {"decode.txt", "decode_llama.json", "decode_qwen.json", "toy.md", "toy.png", "toy.txt"}
-    assert {path.name for path in out.iterdir()} == names | {"pretraining.txt"}
+    names = {f"decode_{shape}.{kind}" for shape in ("llama", "qwen") for kind in ("json", "png")}
+    names |= {"decode.txt", "toy.md", "toy.png", "toy.txt", "pretraining.txt"}
+    assert {path.name for path in out.iterdir()} == names
     assert [line.split(":")[0] for line in (out / "toy.txt").read_text().splitlines()] == ["step 8"]
     lines = (out / "pretraining.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == ["baseline, seed 1", "coupled, seed 1"]
@@ -167,17 +170,23 @@ def test_the_small_study_runs_at_toy_sizes(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "TRY": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        ["bash", "scripts/coupled_posthoc.sh", tmp_path], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "report.md",
-        "curves.csv",
-        "rms.png",
-        "distilled.png",
-    }
-    said = (tmp_path / "report.md").read_text()
-    rows = [line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line]
-    assert sum(row.endswith("_through") for row in rows) == 3 and "none_0" in rows
+    work, out = tmp_path / "work", tmp_path / "out"
+    env = {**os.environ, "TRY": "1", "WORK": str(work), "PATH": path, "OMP_NUM_THREADS": "1"}
+    run = partial(subprocess.run, ["bash", "scripts/coupled_posthoc.sh", out], cwd=ROOT, env=env, text=True,
+                  capture_output=True)  # fmt: skip
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert {path.name for path in out.iterdir()} == {"report.md", "curves.csv", "rms.png", "distilled.png"}
+    said = (out / "report.md").read_text()
+    rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
+    assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
+    # again, with a distillation and the report missing: these alone are made
+    made = {path: path.stat().st_mtime_ns for path in work.rglob("ckpt.pt") if "llama_tiny" not in str(path)}
+    missing = work / "out/coupled_posthoc/none_0_through/seed2"
+    shutil.rmtree(missing)
+    (out / "report.md").unlink()
+    second = run()
+    assert second.returncode == 0, second.stderr
+    assert {path for path, at in made.items() if path.stat().st_mtime_ns != at} == {missing / "ckpt.pt"}
+    again = (out / "report.md").read_text()
+    assert {line for line in again.splitlines() if "_stopped |" in line} <= set(said.splitlines())

@@ -19,6 +19,7 @@ def run(norm: str, seed: int, loss: float, **knobs) -> FinishedRun:
     """A finished run; point_of() reads a log's header, so the point is spelled."""
     settings = asdict(Config(norm=norm, taper="none", aux_weight=0.0, seed=seed, **knobs).resolve())
     point = {name: settings[name] for name in ("mlp", "max_iters", "learning_rate")}
+    point |= {"corpus": "a", "device": "cpu", "torch": "2"}
     if norm == "coupled":
         point["coupled_grad"] = settings["coupled_grad"]
     variant = {"rmsnorm": "baseline"}.get(norm, norm)
@@ -55,7 +56,8 @@ def test_gaps_are_by_pairs_with_students_interval():
     table = gaps.table_text(found, ("mlp",)).splitlines()
     assert table[0].startswith("| mlp |") and len(table) == 2 + 5
     (line,) = [line for line in table if "coupled_grad=False" in line and "swiglu" in line]
-    assert line.endswith("| 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | +3.00 | +0.52 to +5.48 |")
+    assert [row.split("|")[-4].strip() for row in table[2:4]] == ["0", "2"]  # gelu: baseline, coupled
+    assert line.endswith("| 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | 3 | +3.00 | +0.52 to +5.48 |")
 
 
 def test_two_baselines_of_a_seed_are_refused():
@@ -65,6 +67,19 @@ def test_two_baselines_of_a_seed_are_refused():
         gaps.rows_of(runs, ("mlp",))
     found = gaps.summary(gaps.rows_of(runs, ("mlp", "max_iters")))
     assert {group for group in found.group if group[1] == 77} == {("swiglu", 77)}
+
+
+@pytest.mark.parametrize("name", ["corpus", "device", "torch"])
+def test_runs_of_two_machines_or_texts_are_not_paired(name):
+    runs = grid()
+    runs[-1].point[name] = "another"
+    with pytest.raises(BadInput, match=rf"^runs of several {name}: .*another"):
+        gaps.rows_of(runs, ("mlp",))
+
+
+def test_groups_are_in_order_whatever_they_hold():
+    groups = [(None, 2000), ("a", 200), (3, 1), (None, 200)]
+    assert sorted(groups, key=gaps.in_order) == [(3, 1), (None, 200), (None, 2000), ("a", 200)]
 
 
 def test_what_is_written(monkeypatch, tmp_path, capsys):

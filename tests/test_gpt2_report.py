@@ -13,7 +13,7 @@ pytest.importorskip("pandas")
 from config import Config
 from nanonorm.errors import BadInput
 from scripts import gpt2_report as r
-from scripts.report import FinishedRun
+from scripts.report import T95, FinishedRun
 
 FAKELN = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=2, warmup_iters=2,
               gate_schedule="sequential", gate_start=12, gate_gaps=(20, 20, 20), max_iters=220)  # fmt: skip
@@ -30,7 +30,7 @@ def run(protocol: str, seed: int, more=lambda step: 0.0) -> FinishedRun:
 def test_an_interval_is_students():
     assert r.interval([1.0, 2.0, 3.0]) == f"+2.0000 ± {4.303 / np.sqrt(3):.4f}"
     assert r.interval([0.5]) == "+0.5000" and r.interval([]) == "-"
-    for df, t in enumerate(r.T95, 1):  # 95% of Student's distribution lies between -t and t
+    for df, t in enumerate(T95, 1):  # 95% of Student's distribution lies between -t and t
         x = np.linspace(-t, t, 100_001)
         scale = math.gamma((df + 1) / 2) / (math.sqrt(df * math.pi) * math.gamma(df / 2))
         assert np.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x) == pytest.approx(0.95, abs=5e-5)

@@ -13,9 +13,11 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model import Transformer
-from nanonorm.files import ROOT
+from nanonorm.files import ROOT, read_file, write_file
 
 SCRIPT = ROOT / "scripts/lm_eval.sh"
+CHOICES = ROOT / "scripts/lm_eval_tasks/choices.jsonl"
+QUESTIONS = [json.loads(line) for line in CHOICES.read_text().splitlines()]
 
 
 def lm_eval(*argv, **env) -> subprocess.CompletedProcess:
@@ -43,6 +45,12 @@ def bits_per_byte(model, tokenizer, text: str) -> float:
     return -total / math.log(2) / len(text.encode())
 
 
+def inputs_cut(model, tokenizer) -> int:
+    """How many different inputs do not fit the model; ends that differ in their last token share one."""
+    whole = [tokenizer.encode(f"{q['start']} {end}") for q in QUESTIONS for end in q["ends"]]
+    return len({tuple(ids[:-1]) for ids in whole if len(ids) > model.config.block_size + 1})
+
+
 def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
     """Share of questions whose answer is the likeliest end, in all and a byte of it."""
     right = {"acc": 0, "acc_norm": 0}
@@ -65,10 +73,24 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     model, tokenizer = Transformer.load(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
     bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
-    questions = (ROOT / "scripts/lm_eval_tasks/choices.jsonl").read_text().splitlines()
-    acc = accuracy(model, tokenizer, [json.loads(line) for line in questions])
+    acc = accuracy(model, tokenizer, QUESTIONS)
     named = found["local_choice"]
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
+    count = inputs_cut(model, tokenizer)
+    assert f"local_text: {count} inputs were longer than the model's context" in run.stdout
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_what_is_longer_than_the_context_is_counted(reference, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
+    file, name = read_file(reference / "folded.pt"), "tokenizer.model"
+    file["config"]["block_size"] = 12
+    write_file(file, tmp_path / "folded.pt")
+    (tmp_path / name).write_bytes((reference / name).read_bytes())
+    run = lm_eval(tmp_path / "folded.pt", LOCAL="1")
+    assert run.returncode == 0, run.stderr
+    count = inputs_cut(Transformer.load(tmp_path / "folded.pt"), load_tokenizer(tmp_path))
+    assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in run.stdout
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
