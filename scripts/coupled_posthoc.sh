@@ -14,13 +14,13 @@
 set -euo pipefail
 out=$(mkdir -p "${1:?name a folder for the report}" && cd "$1" && pwd)
 here=$(cd "$(dirname "$0")/.." && pwd)
-work=$here seeds=1,2,3 vocab=2048 base="" more="" tokens=65536
+work=$here seeds=1,2,3 vocab=2048 base="" more="" tokens=65536 data=tinystories_2k
 if [ -n "${TRY:-}" ]; then
     if [ -z "${WORK:-}" ]; then
         WORK=$(mktemp -d)
         trap 'rm -rf "$WORK"' EXIT
     fi
-    work=$WORK
+    work=$WORK data=$WORK/data/tinystories_2k
     mkdir -p "$work/text" "$work/data"
     STORIES=$work/text
     cat "$here"/nanonorm/*.py >"$work/text/train.txt"
@@ -41,12 +41,12 @@ if [ ! -e "$corpus/meta.json" ]; then
         --val_text="$dir/valid.txt" --vocab_size=$vocab --out_dir="$corpus")
 fi
 # shellcheck disable=SC2086  # the flags are words
-python "$here/train.py" "$here/config/llama_tiny.py" --init_from=auto --dataset="$corpus" $base ${PRETRAIN:-}
+python "$here/train.py" "$here/config/llama_tiny.py" --init_from=auto --dataset="$data" $base ${PRETRAIN:-}
 
 start() { # alpha, kept blocks: a network to distil, and the config file that begins with it
     name=$1_$2
     if [ ! -e "$runs/start/$name/couple.json" ]; then
-        python "$here/scripts/couple.py" out/llama_tiny --data="$corpus" --alpha="$1" --keep="$2" \
+        python "$here/scripts/couple.py" out/llama_tiny --data="$data" --alpha="$1" --keep="$2" \
             --window=256 --tokens=$tokens --compared=$tokens \
             --out="$runs/start/$name"
     fi
@@ -68,10 +68,10 @@ while read -r alpha kept; do start "$alpha" "$kept"; done <"$runs/start/best"
 distil() { # alpha, kept blocks, where the gradient goes, flags: all seeds
     # shellcheck disable=SC2086
     python "$here/scripts/sweep.py" "$here/config/distill_tiny.py" "$runs/start/$1_$2.py" \
-        --out="$runs/$1_$2_$3" --seed=$seeds --dataset="$corpus" --threads="${THREADS:-1}" $more "${@:4}"
+        --out="$runs/$1_$2_$3" --seed=$seeds --dataset="$data" --threads="${THREADS:-1}" $more "${@:4}"
 }
 export -f distil
-export here runs corpus seeds more
+export here runs data seeds more
 while read -r alpha kept; do
     printf '%s\n' "$alpha $kept stopped" "$alpha $kept through --coupled_grad=True"
 done <<<"none 0
