@@ -103,6 +103,25 @@ def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread
     assert_same_run(tmp_path / "columns", stopped)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["two ranks", "compiled"])
+def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus, tmp_path):
+    """Gradients in the layout of their matrices, whoever sums or computes them; float64, up to rounding."""
+    if how == "compiled" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
+    short = {"max_iters": 12, "gate_start": 4, "gate_end": 8, "eval_interval": 12, "warmup_iters": 2}
+    short |= {"log_interval": 1, "gradient_accumulation_steps": 2, "taper": "internal", "dtype": "float64"}
+    train(*started(tmp_path / "one", bpe_corpus, weights, **short))
+    other = started(tmp_path / "other", bpe_corpus, weights, **short, compile=how == "compiled")
+    process = launch(*other, ranks=1 if how == "compiled" else 2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    one, other = (metrics(tmp_path / name) for name in ("one", "other"))
+    for a, b in zip(one, other, strict=True):
+        for name in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
+            assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-10), (name, a["iter"])
+
+
 @pytest.mark.parametrize("norm", ["cbwc", "coupled"])
 def test_cbwc_and_coupled_start_from_a_checkpoint(norm, bpe_corpus, tmp_path, capfd):
     family = {"cbwc": "gpt2", "coupled": "llama"}[norm]
