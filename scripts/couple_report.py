@@ -92,7 +92,7 @@ def refuse_other_teachers(runs: dict[str, list[FinishedRun]], base: Path):
     """Raises: BadInput for a distillation whose teacher was not the network in `base`."""
     sha256 = fingerprint(read_file(base / "model.pt")["state"])
     for run in (run for found in runs.values() for run in found):
-        teacher = read_file(run.folder / "ckpt.pt")["meta"].get("teacher", {})
+        teacher = read_file(run.folder / "ckpt.pt", whole=False)["meta"].get("teacher", {})
         if teacher.get("sha256") != sha256:
             raise BadInput(f"{run.folder} learned from another network than {base}; distil again")
 
