@@ -254,6 +254,10 @@ def main():
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/couple_report.py out/coupled_posthoc")
     try:
+        Path(k.out).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"cannot make the folder {k.out}: {e.strerror}; name another --out") from None
+    try:
         text, figures = report(k, Path(words[0]))
     except Unusable as e:
         raise BadInput(f"{k.base} cannot be used: {e}") from None
