@@ -223,8 +223,10 @@ def draw(folder: Path, rms, growth, keep: int):
         figures.log_scale(ax, values.min() / 1.5, values.max() * 1.5)
         ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
     axes[2].plot(blocks, growth, color="#000000", marker="o", markersize=3)
-    axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3)
-    axes[2].set(xlabel="block", ylabel="alpha", title="growth within a block (grey: kept)")
+    if keep:
+        axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3)
+    title = "growth (grey: kept)" if keep else "growth in a block"
+    axes[2].set(xlabel="block", ylabel="alpha", title=title)
     for ax in axes:
         ax.xaxis.get_major_locator().set_params(integer=True)
     figures.save(fig, "rms", axes[0])
