@@ -152,8 +152,8 @@ def check_tied(tensors: dict, embedding: str, path: Path):
 
 def assembled(pieces: list[Piece], tensors: dict, dtype: torch.dtype) -> torch.Tensor:
     """One of our tensors, in memory of its own. A tensor that is whole in the file keeps the file's layout:
-    GPT-2's matrices stay (in, out) in memory and are seen as (out, in), so products cost what they do in
-    transformers."""
+    GPT-2's matrices stay (in, out) in memory and are seen as (out, in), so its products are the ones
+    that transformers makes."""
     parts = [piece.turned(values(tensors, piece.name)) for piece in pieces]
     if len(parts) == 1:
         return parts[0].to(dtype, copy=True)
