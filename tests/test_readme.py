@@ -29,6 +29,7 @@ from scripts.couple import Couple
 from scripts.evaluate import Evaluate
 from scripts.figures import Picture
 from scripts.foldable import Foldable, expand_flags
+from scripts.gaps import Gaps
 from scripts.report import ReportKnobs
 from scripts.speed.peers import Peers
 from scripts.speed.where import Where
@@ -48,6 +49,7 @@ KNOBS = {
     "scripts/evaluate.py": Evaluate,
     "scripts/figures.py": Picture,
     "scripts/foldable.py": Foldable,
+    "scripts/gaps.py": Gaps,
     "scripts/report.py": ReportKnobs,
     "scripts/speed/peers.py": Peers,
     "scripts/speed/where.py": Where,
