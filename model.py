@@ -27,10 +27,13 @@ import torch.nn.functional as F
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT, check_state, phase_and_gates, read_file
 from nanonorm.generation import KVCache, generate
+from nanonorm.initialization import initialize
 from nanonorm.kernels import (
+    PIECE,
     add_product,
     attend,
     autocasts,
+    by_rows,
     eager_training,
     head_loss,
     inverse_rms,
@@ -80,6 +83,10 @@ class ModelConfig:
     qkv_bias: bool = False  # the query, key and value projection alone has one
     qk_norm: bool = False  # RMSNorm of every query and key head, before the rotation
     dropout: Annotated[float, Range(0.0, 0.999)] = 0.0  # of embeddings, attention, and what a block adds
+    emb_scale: Positive | None = None  # a learned factor of the token embeddings begins here; None: none
+    # first weights
+    init: Literal["gpt2", "fan_in"] = "gpt2"  # standard deviation of the blocks' matrices: 0.02, 1/sqrt(in)
+    dyt_alpha: Numbers | None = None  # of dyt, derf: alpha before attentions, MLPs, the head; None: 0.5 each
     # norms
     norm: Literal["rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"] = "rmsnorm"  # the normalizer
     taper: Literal["none", "internal", "final", "all"] = "none"  # which norms are gated away
@@ -151,6 +158,8 @@ class ModelConfig:
         for name, value in NO_ANCHOR.items():
             if getattr(self, name) != value and not self.aux_weight:
                 raise ModelError(f"{name}={getattr(self, name)} needs aux_weight above 0, such as 0.1")
+        if self.dyt_alpha is not None and (norm not in ("dyt", "derf") or len(self.dyt_alpha) != 3):
+            raise ModelError("dyt_alpha is three numbers, and needs norm=dyt or derf")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
 
@@ -608,6 +617,7 @@ class Transformer(nn.Module):
         self.mask_end = self.grad_checkpoint = False  # the run's
         table = CentredEmbedding if c.norm == "cbwc" else nn.Embedding
         self.tok_emb = table(c.vocab_size, c.n_embd)
+        self.emb_scale = None if c.emb_scale is None else nn.Parameter(torch.tensor(c.emb_scale))
         self.pos_emb = table(c.block_size, c.n_embd) if c.positions == "learned" else None
         plain = c.coupled_from_layer if c.norm == "coupled" else c.n_layer
         self.blocks = nn.ModuleList(Block(c) if i < plain else CoupledBlock(c) for i in range(c.n_layer))
@@ -622,12 +632,7 @@ class Transformer(nn.Module):
         # the schedule's, the host's to set; without a taper one that nobody reads
         self.register_buffer("gate", torch.ones(max(1, len(places))), persistent=False)
         self.rope = rope_tables(c, self.gate.device)
-        for name, p in self.named_parameters():  # the same draws in the same order for every norm
-            if p.dim() == 2:
-                writes_stream = name.endswith(("attn.proj.weight", "mlp.down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if writes_stream else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        initialize(self)
         self.set_phase("norm")
 
     def _apply(self, fn, recurse=True):
@@ -677,6 +682,7 @@ class Transformer(nn.Module):
     def embed(self, idx, rows):
         """The stream's first value. (B, T) ids, their positions (a slice, (T) or (B, T)) -> (B, T, D)."""
         x = self.tok_emb(idx)
+        x = x if self.emb_scale is None else x * self.emb_scale
         if self.pos_emb is not None:
             at = torch.arange(rows.stop, device=idx.device) if isinstance(rows, slice) else rows
             x = x + self.pos_emb(at)
@@ -806,8 +812,6 @@ def skeleton(config: ModelConfig, path) -> Transformer:
 # A model is changed and proved part by part, a part being a block, or the final norm with some rows of the
 # output head. So float64 never holds more than one of them, however large the model is.
 
-PIECE = 1 << 24  # numbers of a large matrix in float64 at a time: 128 MiB
-
 
 def absorb(norm: nn.Module, linear: nn.Linear, gains: bool, rows=None) -> nn.Module:
     """Move the linear part of `norm` into the layer that reads it; returns what is left of the norm.
@@ -827,15 +831,6 @@ def absorb(norm: nn.Module, linear: nn.Linear, gains: bool, rows=None) -> nn.Mod
         W, b = W * rows, None if b is None else b * rows[:, 0]
     linear.weight, linear.bias = nn.Parameter(W), None if b is None else nn.Parameter(b)
     return core
-
-
-def by_rows(table, change) -> torch.Tensor:
-    """change(rows) of a large table (out, in), in float64 and cast back."""
-    new = torch.empty_like(table)
-    rows = max(1, PIECE // table.shape[1])
-    for to, piece in zip(new.split(rows), table.detach().split(rows), strict=True):
-        to.copy_(change(piece.double()))
-    return new
 
 
 class End(nn.Module):
@@ -904,12 +899,16 @@ def transformed(model: Transformer, form: str) -> Transformer:
             to.linear.weight.copy_(linear.weight)
             if bias is not None:
                 to.linear.bias.copy_(linear.bias)
-    elif folds and isinstance(model.tok_emb, CentredEmbedding):
+    elif model.emb_scale is not None or (folds and isinstance(model.tok_emb, CentredEmbedding)):
         new.lm_head = End(tip.norm, weight, bias).linear
+    if model.emb_scale is not None:
+        factor = model.emb_scale.double()
+        table = by_rows(model.tok_emb.weight, lambda rows: rows * factor)
+        new.tok_emb, new.emb_scale = type(model.tok_emb).from_pretrained(table, freeze=False), None
     for name in ("tok_emb", "pos_emb"):
-        if folds and isinstance(getattr(model, name), CentredEmbedding):
-            setattr(new, name, getattr(model, name).plain())
-    new.config = replace(model.config, form=form, tie_embeddings=new.lm_head is None)
+        if folds and isinstance(getattr(new, name), CentredEmbedding):
+            setattr(new, name, getattr(new, name).plain())
+    new.config = replace(model.config, form=form, tie_embeddings=new.lm_head is None, emb_scale=None)
     return new.eval()
 
 
@@ -948,7 +947,9 @@ def first_stream(model: Transformer, idx, dtype: torch.dtype, plain: bool):
             rows = table.weight[ids.flatten()].to(dtype)  # a small table: the whole one may be large
             small = type(table).from_pretrained(rows)
             small = small.plain() if plain and hasattr(small, "plain") else small
-            x = x + small(torch.arange(ids.numel())).view(*ids.shape, -1)
+            found = small(torch.arange(ids.numel())).view(*ids.shape, -1)
+            factor = model.emb_scale if table is model.tok_emb else None
+            x = x + (found if factor is None else found * factor.to(dtype))
     return x
 
 

@@ -256,5 +256,5 @@ KNOBS_ADDED_LATER = {
     "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
     "dropout", "taper_qk", "calibration", "anchor_target", "anchor_unit", "mask_end", "gate_schedule",
     "gate_gaps", "grad_checkpoint", "teacher", "kl_weight", "ce_weight", "adapter", "adapter_rank",
-    "adapter_alpha", "adapter_targets",
+    "adapter_alpha", "adapter_targets", "emb_scale", "init", "dyt_alpha",
 }  # fmt: skip

@@ -20,6 +20,18 @@ def upcast(h):
     return h.float() if h.dtype in (torch.bfloat16, torch.float16) else h
 
 
+PIECE = 1 << 24  # numbers of a large matrix in float64 at a time: 128 MiB
+
+
+def by_rows(table, change) -> torch.Tensor:
+    """change(rows) of a large table (out, in), in float64 and cast back."""
+    new = torch.empty_like(table)
+    rows = max(1, PIECE // table.shape[1])
+    for to, piece in zip(new.split(rows), table.detach().split(rows), strict=True):
+        to.copy_(change(piece.double()))
+    return new
+
+
 def eager_training(h) -> bool:
     """True on a CPU where a gradient is wanted and no compiler is at work, which would fuse better."""
     return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -1,0 +1,124 @@
+"""The first weights: what init, emb_scale and dyt_alpha make of them, and what the folds make of a factor."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from config import Config
+from model import ModelConfig, Transformer, export, fold, fold_error, unfuse
+from nanonorm.errors import ModelError
+from nanonorm.hub import read_pretrained, write_pretrained
+from scripts.exports.stock import plain
+
+TINY = ModelConfig(vocab_size=512, block_size=32, n_layer=3, n_head=2, n_embd=64)
+
+
+def made(seed=0, **knobs) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(replace(TINY, **knobs))
+
+
+@pytest.mark.parametrize("init", ["gpt2", "fan_in"])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu_erf"])
+def test_matrices_have_the_spread_that_init_says(init, mlp):
+    model = made(init=init, mlp=mlp, hidden=None, tie_embeddings=False, positions="learned")
+    writers = math.sqrt(2 * TINY.n_layer)
+    for name, p in model.named_parameters():
+        if p.dim() != 2:
+            continue
+        std = 1 / math.sqrt(p.shape[1]) if init == "fan_in" and name.startswith("blocks") else 0.02
+        std = std / writers if name.endswith(("proj.weight", "down.weight")) else std
+        several = math.sqrt(2 * p.numel())  # the spread of a standard deviation is std / this
+        assert p.std().item() == pytest.approx(std, abs=6 * std / several), name
+        assert p.mean().item() == pytest.approx(0, abs=6 * std / math.sqrt(p.numel())), name
+
+
+@pytest.mark.parametrize("init", ["gpt2", "fan_in"])
+def test_norms_do_not_change_the_draws(init):
+    rmsnorm = made(init=init).state_dict()
+    for knobs in ({"norm": "dyt"}, {"norm": "layernorm"}, {"taper": "all"}, {"emb_scale": 8.0}):
+        other = made(init=init, **knobs).state_dict()
+        shared = [name for name in rmsnorm if rmsnorm[name].dim() == 2]
+        assert all(torch.equal(rmsnorm[name], other[name]) for name in shared)
+
+
+@pytest.mark.parametrize("norm", ["dyt", "derf"])
+def test_alpha_begins_where_dyt_alpha_says(norm):
+    model = made(norm=norm, dyt_alpha=(0.8, 0.2, 0.3))
+    for block in model.blocks:
+        assert block.norm_attn.alpha.item() == pytest.approx(0.8)
+        assert block.norm_mlp.alpha.item() == pytest.approx(0.2)
+    assert model.norm_final.alpha.item() == pytest.approx(0.3)
+    assert made(norm=norm).norm_final.alpha.item() == 0.5
+
+
+@pytest.mark.parametrize("knobs", [{"dyt_alpha": (1, 1, 1)}, {"norm": "dyt", "dyt_alpha": (1, 1)}])
+def test_an_alpha_without_a_place_is_refused(knobs):
+    with pytest.raises(ModelError, match="dyt_alpha is three numbers, and needs norm=dyt or derf"):
+        made(**knobs)
+
+
+def test_the_stream_begins_larger_by_emb_scale():
+    idx = torch.arange(8).view(1, 8)
+    without, scaled = made(positions="learned"), made(positions="learned", emb_scale=8.0)
+    expected = without.embed(idx, slice(8)) + 7 * without.tok_emb(idx)
+    torch.testing.assert_close(scaled.embed(idx, slice(8)), expected)
+    scaled(idx, idx).total.backward()
+    assert scaled.emb_scale.grad.abs() > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"taper": "all"},
+        {"taper": "internal", "positions": "learned"},
+        {"norm": "cbwc"},
+        {"norm": "coupled"},
+        {"norm": "dyt"},
+        {},
+    ],
+)
+def test_the_factor_folds_into_the_table(knobs, tied):
+    model = made(emb_scale=3.0, tie_embeddings=tied, **knobs).double().eval()
+    with torch.no_grad():
+        model.emb_scale.fill_(2.7)
+    idx = torch.randint(0, 512, (2, 16))
+    logits = model(idx)
+    for form in (fold(model), unfuse(model)):
+        assert form.emb_scale is None and form.config.emb_scale is None
+        assert form.lm_head is not None
+        torch.testing.assert_close(form(idx), logits, rtol=0, atol=1e-12)
+        again = Transformer.from_file(form.to_file({}))
+        assert torch.equal(again(idx), form(idx))
+    for name in ("folded", "unfused"):
+        assert 0 <= fold_error(model, name, idx, torch.float64) < 1e-12
+        assert export(model.float(), name, idx)[1]["float32"] < 1e-5
+        model.double()
+    off = unfuse(model)
+    with torch.no_grad():
+        off.tok_emb.weight.mul_(1.01)
+    assert (off(idx) - logits).abs().max() > 1e-4  # the comparison above can fail
+
+
+def test_a_stock_class_takes_the_factor_in_the_table(tmp_path):
+    pytest.importorskip("safetensors")
+    model = made(emb_scale=3.0).eval()
+    write_pretrained(plain(model), tmp_path)
+    again = Transformer.from_file(read_pretrained(tmp_path), tmp_path)
+    idx = torch.randint(0, 512, (2, 16))
+    torch.testing.assert_close(again(idx), model(idx), rtol=0, atol=1e-6)
+
+
+def test_a_file_from_before_these_knobs_still_loads():
+    file = made().to_file({})
+    for knob in ("init", "emb_scale", "dyt_alpha"):
+        del file["config"][knob]
+    model = Transformer.from_file(file)
+    assert (model.config.init, model.config.emb_scale, model.config.dyt_alpha) == ("gpt2", None, None)
+    settings = {
+        k: v for k, v in vars(Config().resolve()).items() if k not in ("init", "emb_scale", "dyt_alpha")
+    }
+    assert Config.recorded(settings, "a log").emb_scale is None
