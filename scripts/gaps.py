@@ -1,6 +1,7 @@
 """What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
 
     python scripts/gaps.py out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/coupled_mlp
+    python scripts/gaps.py out/gate out/gate_long --against=gate_end --out=results/gate
 
 PATHs are run folders and folders of runs, as scripts/report.py takes them. Runs with the same values of the
 --by knobs are compared with the baseline among them; whatever else they differ in names the row. A gap is the
@@ -35,13 +36,15 @@ class Gaps:
     """What is compared."""
 
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
+    against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
-def rows_of(finished: list[FinishedRun], by: tuple[str, ...]) -> pd.DataFrame:
-    """A row a run: its group (the values of `by`), what it is, seed, loss, scale of the last stream, and its
-    gap to the baseline in % (nan for the baseline, and without a partner). Raises: BadInput."""
-    differ = [knob for knob in varying(table_of(finished)) if knob not in by]
+def rows_of(finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None) -> pd.DataFrame:
+    """A row a run: its group (the values of `by`), what it is, the value of `against` (nan where the run does
+    not read it), seed, loss, scale of the last stream, and its gap to the baseline in % (nan for the
+    baseline, and without a partner). Raises: BadInput."""
+    differ = [knob for knob in varying(table_of(finished)) if knob not in (*by, against)]
     if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
         values = sorted({str(run.point[odd[0]]) for run in finished})
         raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
@@ -50,6 +53,7 @@ def rows_of(finished: list[FinishedRun], by: tuple[str, ...]) -> pd.DataFrame:
         own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
         row = {"group": tuple(run.settings[knob] for knob in by), "what": " ".join([run.variant, *own])}
         row |= {"variant": run.variant, "seed": run.seed, "loss": run.loss}
+        row["against"] = run.settings[against] if against in run.point else math.nan
         rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
     table = pd.DataFrame(rows)
     base = table[table.variant == "baseline"]
@@ -69,31 +73,34 @@ def in_order(group: tuple) -> list[tuple]:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """A row a group and setting: n, losses, scale, the gap's mean and half its interval (nan for one pair).
-    Groups in order of their values, the baseline first in each."""
+    """A row a group, setting and value of the knob against which gaps are drawn: n, losses, scale, the gap's
+    mean and half its interval (nan for one pair). Groups in order of their values, the baseline first in
+    each."""
     rows = []
     for group in sorted(set(table.group), key=in_order):
         here = table[table.group == group]
         names = dict.fromkeys(sorted(here.what, key=lambda name: (not name.startswith("baseline"), name)))
         for what in names:
-            same = here[here.what == what]
-            gaps = same.gap.dropna()
-            row = {"group": group, "what": what, "n": len(same), "pairs": len(gaps)}
-            row |= {"loss": spread(same.loss), "scale": spread(same.scale, 2)}
-            row |= {"mean": gaps.mean(), "half": half_width(gaps)}
-            rows.append(row)
+            for value, same in here[here.what == what].groupby("against", dropna=False):
+                gaps = same.gap.dropna()
+                row = {"group": group, "what": what, "against": value, "n": len(same), "pairs": len(gaps)}
+                row |= {"loss": spread(same.loss), "scale": spread(same.scale, 2)}
+                row |= {"mean": gaps.mean(), "half": half_width(gaps)}
+                rows.append(row)
     return pd.DataFrame(rows)
 
 
-def table_text(found: pd.DataFrame, by: tuple[str, ...]) -> str:
+def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = None) -> str:
     rows = []
     for row in found.itertuples():
         gap = "-" if not row.pairs else f"{row.mean:+.2f}"
         interval = (
             "-" if math.isnan(row.half) else f"{row.mean - row.half:+.2f} to {row.mean + row.half:+.2f}"
         )
-        rows.append([*row.group, row.what, row.n, row.loss, row.scale, row.pairs, gap, interval])
-    head = [*by, "", "n", "val/loss", "last s/mean", "pairs", "gap, %", "95% interval"]
+        at = ["-" if math.isnan(row.against) else f"{row.against:g}"] if against else []
+        rows.append([*row.group, row.what, *at, row.n, row.loss, row.scale, row.pairs, gap, interval])
+    head = [*by, "", *([against] if against else []), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
+    head.append("95% interval")
     return markdown(rows, head)
 
 
@@ -118,17 +125,43 @@ def draw(out: Path, found: pd.DataFrame, by: tuple[str, ...]):
     figures.save(fig, "gaps", ax)
 
 
+def draw_against(out: Path, found: pd.DataFrame, by: tuple[str, ...], against: str):
+    """The gaps with their intervals over a knob's values: a panel a group, a line a setting."""
+    figures, found = Figures(out), found[(found.pairs > 0) & found.against.notna()]
+    groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
+    fig, axes = figures.axes(1, len(groups), 2.6)
+    for ax, group in zip(axes, groups, strict=True):
+        here = found[found.group == group]
+        step = np.ptp(here.against) / 60 / max(1, len(names) - 1)  # between bars, so that none hides another
+        for i, name in enumerate(names):
+            rows = here[here.what == name]
+            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
+            look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
+            ax.errorbar(rows.against + step * (2 * i - len(names) + 1), rows["mean"], rows.half, **look)
+        ax.axhline(0, color="#000000", linewidth=0.8)
+        title = ", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True))
+        ax.set(title=title, xlabel=against)
+        if ax is not axes[0]:
+            ax.sharey(axes[0])
+    axes[0].set_ylabel("gap to the baseline\nof the same seed, %")
+    figures.save(fig, "gaps", axes[0])
+
+
 def main():
     k, _, paths = parse(Gaps, sys.argv[1:], usage=__doc__)
     if not paths:
         raise BadInput("name folders of runs: python scripts/gaps.py out/small --by=max_iters")
-    if unknown := [knob for knob in k.by if knob not in {f.name for f in fields(Config)}]:
-        raise BadInput(f"--by={unknown[0]}: train.py has no such knob")
+    named = [("by", knob) for knob in k.by] + [("against", k.against)] * (k.against is not None)
+    for flag, knob in named:
+        if knob not in {f.name for f in fields(Config)}:
+            raise BadInput(f"--{flag}={knob}: train.py has no such knob")
     finished, left_out = collect(paths)
-    table, out = rows_of(finished, k.by), Path(k.out)
+    table, out = rows_of(finished, k.by, k.against), Path(k.out)
     if table.gap.isna().all():
         raise BadInput("no pair: no run has a baseline of its seed with the same values of --by")
     found = summary(table)
+    if k.against is not None and found.against.isna().all():
+        raise BadInput(f"--against={k.against}: no run reads it")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -136,7 +169,8 @@ def main():
     heads = [run.head for run in finished]
     what = {name: sorted({str(head["versions"][name]) for head in heads}) for name in ("commit", "processor",
             "torch", "dtype")}  # fmt: skip
-    text = ["# Gaps to the baseline", "    " + shlex.join(["python", *sys.argv]), table_text(found, k.by)]
+    text = ["# Gaps to the baseline", "    " + shlex.join(["python", *sys.argv])]
+    text.append(table_text(found, k.by, k.against))
     text.append(
         "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
         f"gaps are by pairs of a seed, with the interval of their mean by Student's t. {len(finished)} runs; "
@@ -144,11 +178,16 @@ def main():
         + "."
     )
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
-    draw(out, found, k.by)
+    if k.against is None:
+        draw(out, found, k.by)
+    else:
+        draw_against(out, found, k.by, k.against)
     with atomic_write(out / "gaps.md", "w") as f:
         f.write("\n\n".join([*text, "![gaps](gaps.png)"]) + "\n")
     with atomic_write(out / "gaps.csv", "w") as f:
-        columns = table.drop(columns=["group", "variant"])
+        columns = table.drop(columns=["group", "variant", "against"])
+        if k.against is not None:
+            columns[k.against] = table.against
         columns[list(k.by)] = pd.DataFrame(table.group.tolist(), index=table.index)
         columns.to_csv(f, index=False, lineterminator="\n")
     print(f"{len(finished)} runs, {len(left_out)} left out; wrote {out / 'gaps.md'}, gaps.csv and gaps.png")

@@ -94,6 +94,52 @@ def test_what_is_written(monkeypatch, tmp_path, capsys):
     assert lines[0] == "what,seed,loss,scale,folder,gap,mlp" and len(lines) == 1 + 14
 
 
+def gates() -> list[FinishedRun]:
+    """Two tapers at three ends of the gate, of which one ends with the run and follows max_iters."""
+    runs = []
+    for seed in (1, 2):
+        runs.append(run("rmsnorm", seed, 3.0 + seed, max_iters=200))
+        for taper, worse in (("internal", 1.0), ("all", -1.0)):
+            for end in (50, 100, 200):
+                gap = worse * end / 50 + 0.1 * seed
+                made = run("rmsnorm", seed, (3.0 + seed) * (1 + gap / 100), max_iters=200)
+                made.settings |= {"taper": taper, "gate_end": end}
+                made.variant = taper
+                made.point["gate_end"] = None if end == 200 else end
+                made.folder = Path(f"{taper}-{end}-{seed}")
+                runs.append(made)
+    return runs
+
+
+def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):
+    found = gaps.summary(gaps.rows_of(gates(), ("max_iters",), "gate_end"))
+    of = {(row.what, row.against): row for row in found.itertuples()}
+    assert of["internal", 200].mean == pytest.approx(4.15) and of["all", 50].mean == pytest.approx(-0.85)
+    assert of["all", 100].half == pytest.approx(12.706 * np.std([0.1, 0.2], ddof=1) / np.sqrt(2))
+    assert len(found) == 1 + 6 and all(row.pairs == 2 for row in found.itertuples() if row.what != "baseline")
+    monkeypatch.setattr(gaps, "collect", lambda paths: (gates(), {}))
+    monkeypatch.setattr("sys.argv", ["gaps.py", "out/x", "--against=gate_end", f"--out={tmp_path}"])
+    drawn = []
+    monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: drawn.append(ax))
+    gaps.main()
+    (ax,) = drawn
+    lines = {line.get_label(): line for line in ax.containers}
+    x, y = lines["internal"].lines[0].get_data()
+    assert list(y) == pytest.approx([1.15, 2.15, 4.15]) and np.allclose(x, [50, 100, 200], atol=4)
+    table = (tmp_path / "gaps.md").read_text()
+    assert "| 200 | internal | 200 | 2 |" in table and "| 200 | baseline | - | 2 |" in table
+    head = (tmp_path / "gaps.csv").read_text().splitlines()[0]
+    assert head == "what,seed,loss,scale,folder,gap,gate_end,max_iters"
+
+
+def test_a_knob_that_no_run_reads_is_no_axis(monkeypatch, tmp_path):
+    monkeypatch.setattr(gaps, "collect", lambda paths: (grid(), {}))
+    flags = ["--by=mlp", "--against=gate_end", f"--out={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", *flags])
+    with pytest.raises(BadInput, match="--against=gate_end: no run reads it"):
+        gaps.main()
+
+
 @pytest.mark.parametrize(("by", "said"), [("mlpp", "no such knob"), ("seed", "no pair")])
 def test_what_makes_no_sense_is_refused(by, said, monkeypatch):
     only = [r for r in grid() if r.variant == "coupled"] if by == "seed" else grid()
