@@ -54,6 +54,10 @@ def has_shift(c: Config) -> bool:
     return c.norm in ("layernorm", "cbwc")
 
 
+def has_alpha(c: Config) -> bool:
+    return c.norm in ("dyt", "derf")
+
+
 def has_teacher(c: Config) -> bool:
     return c.teacher is not None
 
@@ -67,7 +71,7 @@ READ_BY = {
     "gate_start": has_gate, "gate_end": has_gate, "ema_rate": has_gate, "calib_skip_first": tapers,
     "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
     "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
-    "coupled_from_layer": is_coupled, "norm_bias": has_shift,
+    "coupled_from_layer": is_coupled, "norm_bias": has_shift, "dyt_alpha": has_alpha,
     "kl_weight": has_teacher, "ce_weight": has_teacher, "adapter_rank": has_adapters,
     "adapter_alpha": has_adapters, "adapter_targets": has_adapters,
 }  # fmt: skip

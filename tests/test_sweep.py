@@ -122,7 +122,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def runs_of(*argv, variants=None, out="out") -> dict[str, runs.PlannedRun]:
-    axes = {flag[2:].split("=")[0]: flag.split("=")[1].split(",") for flag in argv}
+    _, _, axes = sweep.read_command(list(argv))
     return {r.name: r for r in sweep.grid(sweep.Sweep(out=out, variants=variants), [], axes)}
 
 
@@ -164,6 +164,15 @@ def test_plain_knobs_make_a_grid_without_variants():
     found = {tuple(run.settings[knob] for knob in knobs) for run in runs.values()}
     assert found == {(t, a, 4) for t in ("internal", "all") for a in (0, 0.1)}
     assert len(runs) == 4
+
+
+def test_a_value_with_commas_stands_in_brackets():
+    runs = runs_of("--dyt_alpha=None,(1,1,1),(0.5, 0.2,0.2)", "--seed=1,2", variants=("baseline", "dyt"))
+    alphas = [r.settings["dyt_alpha"] for r in runs.values() if r.settings["seed"] == 2]
+    assert alphas == [None, None, (1, 1, 1), (0.5, 0.2, 0.2)]  # the baseline reads none
+    assert "dyt-dyt_alpha_0.5_0.2_0.2_-seed1" in runs
+    run = runs["dyt-dyt_alpha_0.5_0.2_0.2_-seed1"]
+    assert parse(Config, sweep.command(run, "new")[2:], files=True)[0].dyt_alpha == (0.5, 0.2, 0.2)
 
 
 def test_help_tells_of_every_knob(monkeypatch, capsys):
