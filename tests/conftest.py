@@ -41,6 +41,7 @@ VARIANTS = {
     "cbwc-nobias": {"norm": "cbwc", "norm_bias": False},
     "dyt": {"norm": "dyt"},
     "derf": {"norm": "derf"},
+    "dyt-scaled": {"norm": "dyt", "emb_scale": 1.5, "init": "fan_in", "dyt_alpha": (0.8, 0.3, 0.4)},
     "rmsnorm-internal": {"norm": "rmsnorm", "taper": "internal"},
     "rmsnorm-final": {"norm": "rmsnorm", "taper": "final"},
     "rmsnorm-all-aux": {"norm": "rmsnorm", "taper": "all", "aux_weight": 0.1},
@@ -76,7 +77,7 @@ def randomize(model: Transformer, seed: int = 0, std: float = 0.25) -> Transform
                 normal(p, 0.02, std)
             elif name.endswith(("weight", "weight_tilde")):
                 normal(p, 1.0, 0.5)
-            elif name.endswith("alpha"):
+            elif name.endswith(("alpha", "emb_scale")):
                 normal(p, 0.8, 0.2)
             else:  # bias, s
                 normal(p, 0.1, 0.2)

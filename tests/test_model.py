@@ -123,11 +123,12 @@ def test_scaled_init_is_on_the_matrices_that_write_the_residual_stream_alone(var
 
 @every_variant
 def test_norms_start_at_one_and_shifts_at_zero(variant):
-    starts = {"weight": 1.0, "weight_tilde": 1.0, "bias": 0.0, "alpha": 0.5, "s": 0.0}
+    starts = {"weight": 1.0, "weight_tilde": 1.0, "bias": 0.0, "alpha": 0.5, "s": 0.0, "emb_scale": 1.5}
     vectors = {n: p for n, p in Transformer(tiny_config(variant)).named_parameters() if p.dim() < 2}
     assert vectors
     for name, p in vectors.items():
-        assert (p == starts[name.split(".")[-1]]).all(), name
+        if variant != "dyt-scaled" or not name.endswith("alpha"):  # those: tests/test_initialization.py
+            assert (p == starts[name.split(".")[-1]]).all(), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
