@@ -28,10 +28,16 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
 
 tapers=internal,internal_aux,all,all_aux
 
-gate() { # when the gate is down, and by which curve; what the learning rate is then
+gate() { # when the gate is down
     sweep gate --seed=1,2 --variants=baseline,$tapers --gate_end=250,500,1000,1500,2000
+}
+
+linear() { # by which curve
     sweep gate --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end=500,1000,2000
-    sweep rate_left --seed=1,2 --variants=baseline,internal,all --min_lr=3e-4 --gate_end=1000,2000
+}
+
+rate() { # with a learning rate that does not end at 0
+    sweep rate --seed=1,2 --variants=baseline,internal,all --min_lr=3e-4 --gate_end=1000,2000
 }
 
 dyt() { # the grid, one seed and half the steps
@@ -39,7 +45,7 @@ dyt() { # the grid, one seed and half the steps
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
 }
 
-for study in "${@:-gate dyt}"; do
+for study in "${@:-gate linear rate dyt}"; do
     for name in $study; do
         declare -F "$name" >/dev/null || { echo "no study $name" >&2; exit 2; }
         "$name"
