@@ -104,8 +104,8 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
     return markdown(rows, head)
 
 
-def draw(out: Path, found: pd.DataFrame, by: tuple[str, ...]):
-    """Each gap with its interval, a line a group."""
+def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...]):
+    """Each gap with its interval, and the pairs it is of as small points; a line a group."""
     figures, found = Figures(out), found[found.pairs > 0]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
     fig, (ax,) = figures.axes(1, 1, 0.9 + 0.12 * len(groups) * (len(names) + 1))
@@ -115,9 +115,13 @@ def draw(out: Path, found: pd.DataFrame, by: tuple[str, ...]):
         look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
         look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
         ax.errorbar(rows["mean"], at, xerr=rows.half, **look)  # nan: a point without a bar
+        for group, y in zip(rows.group, at, strict=True):
+            pairs = table.gap[(table.group == group) & (table.what == name)]
+            ax.plot(pairs, [y] * len(pairs), ".", color="#000000", markersize=2.5, zorder=3)
     widest = (found["mean"].abs() + found.half.fillna(0)).max()
     if widest > 10:  # a failed run would press all the others together
         ax.set_xscale("symlog", linthresh=1)
+        ax.xaxis.set_major_formatter("{x:g}")
     ax.axvline(0, color="#000000", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
     ax.invert_yaxis()
@@ -179,7 +183,7 @@ def main():
     )
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     if k.against is None:
-        draw(out, found, k.by)
+        draw(out, found, table, k.by)
     else:
         draw_against(out, found, k.by, k.against)
     with atomic_write(out / "gaps.md", "w") as f:
