@@ -60,12 +60,13 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
     size = (6.5, 1 + 2.2 * len(runtimes))
     figure, panels = pyplot().subplots(len(runtimes), 2, figsize=size, squeeze=False, layout="constrained")
     for (near, far), runtime in zip(panels, runtimes, strict=True):
-        for name, look in looks(names, floor).items():
+        for i, (name, look) in enumerate(looks(names, floor).items()):
             points = [r for r in rows if (r["runtime"], r["variant"]) == (runtime, name)]
             points.sort(key=lambda r: r["batch"])
             x, y, low, high = (
                 np.array([r[key] for r in points]) for key in ("batch", "speedup", "speedup_q1", "speedup_q3")
             )
+            x = x * 1.05 ** (i - (len(names) - 1) / 2)  # side by side, so that no bar hides another
             own = {"color": look["color"], "linestyle": "--" if look["again"] else "-", "label": name}
             far.errorbar(x, y, (y - low, high - y), marker="o", markersize=3, capsize=2, **own)
             if name != floor:
@@ -81,7 +82,7 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
         near.set_ylabel(f"speedup over {names[0]}")
     for panel in panels[-1]:
         panel.set_xlabel("batch size")
-    finish(figure, panels[0, 1], title, path)
+    finish(figure, panels[0, 1], f"{title}; bars: quartiles", path)
 
 
 def finish(figure, legend_from, title: str, path: str):

@@ -80,6 +80,13 @@ def start_of(name: str) -> str:
     return name.removesuffix(THROUGH).removesuffix(STOPPED)
 
 
+def in_words(name: str, n: int) -> str:
+    """A distillation as a legend has it: "layer_2_stopped" -> "alpha layer, 2 kept, stopped (n=3)"."""
+    *alpha, kept = start_of(name).split("_")
+    way = "through" if name.endswith(THROUGH) else "stopped"
+    return f"alpha {'_'.join(alpha)}, {kept} kept, {way} (n={n})"
+
+
 def read_start(folder: Path) -> dict:
     """What couple.py found. Raises: BadInput."""
     try:
@@ -204,7 +211,7 @@ def draw_distilled(figures: Figures, runs: dict[str, list[FinishedRun]], before,
     for name, found in runs.items():
         at = before[start_of(name)]
         look = {"color": COLOURS[starts.index(start_of(name)) % len(COLOURS)], "marker": "o", "markersize": 3}
-        look["linestyle"] = "--" if name.endswith(THROUGH) else "-"
+        look |= {"linestyle": "--" if name.endswith(THROUGH) else "-", "label": in_words(name, len(found))}
         for ax, metric, first, less in (
             (left, "val/kl", at.kl, 0),
             (right, "val/loss", at.after - at.before, base),
@@ -216,8 +223,8 @@ def draw_distilled(figures: Figures, runs: dict[str, list[FinishedRun]], before,
     for ax, values in reach.items():
         if min(values) > 0:
             figures.log_scale(ax, min(values) / 1.5, max(values) * 1.5)
-        ax.set(xlabel="optimizer step")
-    left.set(title="KL to the teacher", ylabel="nats per token")
+        ax.set(xlabel="optimizer step", ylabel="nats per token")
+    left.set(title="KL to the teacher")
     right.set(title="Loss above the teacher's")
     return figures.save(fig, "distilled", left)
 
@@ -246,6 +253,7 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
         f"of the validation split, where the teacher's loss is {teacher:.4f}."
     )
     text += [through_less_stopped(runs), draw_distilled(figures, runs, before, teacher)]
+    text.append("The gradient stopped at the statistic or through it; a band holds 95% of the seeds.")
     return text, figures
 
 

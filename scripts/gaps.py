@@ -125,7 +125,8 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     ax.axvline(0, color="#000000", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
     ax.invert_yaxis()
-    ax.set(xlabel="gap to the baseline of the same seed, %, and its 95% interval", ylabel=", ".join(by))
+    axis = "gap to the baseline of the same seed, %: mean, 95% interval, pairs"
+    ax.set(xlabel=axis + (" (logarithmic beyond 1)" if widest > 10 else ""), ylabel=", ".join(by))
     figures.save(fig, "gaps", ax)
 
 
