@@ -43,7 +43,9 @@ from nanonorm.kernels import (
     scaled,
     swiglu,
     swiglu_product,
+    types_of,
     upcast,
+    with_factor,
 )
 from nanonorm.rotary import is_llama3_scaling, rope_tables
 from nanonorm.scale import (
@@ -83,7 +85,7 @@ class ModelConfig:
     qkv_bias: bool = False  # the query, key and value projection alone has one
     qk_norm: bool = False  # RMSNorm of every query and key head, before the rotation
     dropout: Annotated[float, Range(0.0, 0.999)] = 0.0  # of embeddings, attention, and what a block adds
-    emb_scale: Positive | None = None  # a learned factor of the token embeddings begins here; None: none
+    emb_scale: Annotated[float, Range(1e-6, 1e6)] | None = None  # the embeddings' learned factor starts here
     # first weights
     init: Literal["gpt2", "fan_in"] = "gpt2"  # standard deviation of the blocks' matrices: 0.02, 1/sqrt(in)
     dyt_alpha: Numbers | None = None  # of dyt, derf: alpha before attentions, MLPs, the head; None: 0.5 each
@@ -158,8 +160,9 @@ class ModelConfig:
         for name, value in NO_ANCHOR.items():
             if getattr(self, name) != value and not self.aux_weight:
                 raise ModelError(f"{name}={getattr(self, name)} needs aux_weight above 0, such as 0.1")
-        if self.dyt_alpha is not None and (norm not in ("dyt", "derf") or len(self.dyt_alpha) != 3):
-            raise ModelError("dyt_alpha is three numbers, and needs norm=dyt or derf")
+        alphas = self.dyt_alpha
+        if alphas is not None and (norm not in ("dyt", "derf") or len(alphas) != 3 or max(alphas) > 1e6):
+            raise ModelError("dyt_alpha is three numbers up to 1e6, and needs norm=dyt or derf")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
 
@@ -902,9 +905,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
     elif model.emb_scale is not None or (folds and isinstance(model.tok_emb, CentredEmbedding)):
         new.lm_head = End(tip.norm, weight, bias).linear
     if model.emb_scale is not None:
-        factor = model.emb_scale.double()
-        table = by_rows(model.tok_emb.weight, lambda rows: rows * factor)
-        new.tok_emb, new.emb_scale = type(model.tok_emb).from_pretrained(table, freeze=False), None
+        new.tok_emb, new.emb_scale = with_factor(model.tok_emb, model.emb_scale), None
     for name in ("tok_emb", "pos_emb"):
         if folds and isinstance(getattr(new, name), CentredEmbedding):
             setattr(new, name, getattr(new, name).plain())
@@ -939,23 +940,20 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()
-def first_stream(model: Transformer, idx, dtype: torch.dtype, plain: bool):
-    """What `model` embeds idx (B, T) as, computed in `dtype`; `plain`: by its tables folded. (B, T, D)"""
-    x = 0
-    for table, ids in ((model.tok_emb, idx), (model.pos_emb, torch.arange(idx.shape[1]))):
+def first_stream(model: Transformer, idx, dtype: torch.dtype, form: str = "trained"):
+    """What `model`, its tables brought to `form`, embeds idx (B, T) as, computed in `dtype`. (B, T, D)"""
+    x, tables = 0, ((model.tok_emb, idx, model.emb_scale), (model.pos_emb, torch.arange(idx.shape[1]), None))
+    for table, ids, factor in tables:
         if table is not None:
             rows = table.weight[ids.flatten()].to(dtype)  # a small table: the whole one may be large
             small = type(table).from_pretrained(rows)
-            small = small.plain() if plain and hasattr(small, "plain") else small
+            if factor is not None and form != "trained":
+                small, factor = with_factor(small, factor), None
+            if form not in ("trained", "unfused") and hasattr(small, "plain"):
+                small = small.plain()
             found = small(torch.arange(ids.numel())).view(*ids.shape, -1)
-            factor = model.emb_scale if table is model.tok_emb else None
             x = x + (found if factor is None else found * factor.to(dtype))
     return x
-
-
-def types_of(model: Transformer) -> list[torch.dtype]:
-    """The types of a model's weights, the widest first."""
-    return sorted({p.dtype for p in model.parameters()}, key=lambda t: -torch.finfo(t).bits)
 
 
 @torch.no_grad()
@@ -969,8 +967,8 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
         exact = copy.deepcopy(part).to(dtype).eval()
         return exact, copy.deepcopy(changed).to(dtype).eval() if own else reformed(exact, form)
 
-    x = first_stream(model, idx, dtype, plain=False)
-    y = first_stream(new, idx, dtype, plain=form != "unfused")
+    x = first_stream(model, idx, dtype)
+    y = first_stream(new, idx, dtype, form)
     context = (model.gate, None if model.rope is None else model.rope[:, : idx.shape[1]])
     for parts in zip(model.blocks, new.blocks, strict=True):
         exact, changed = both(*parts)

@@ -11,12 +11,12 @@ ALPHAS = {"norm_attn": 0, "norm_mlp": 1, "norm_final": 2}  # a norm's place in d
 
 def initialize(model: nn.Module):
     """Draw a Transformer's matrices, the same ones in the same order for every norm, and set what its config
-    says of the rest. Biases are 0, gains 1.
+    says of the rest; biases are 0.
 
-    `init` is the spread of a block's matrices: GPT-2's 0.02, or 1/sqrt(fan in), which keeps the size of what
-    a matrix reads at any width. Those that write the stream are divided by sqrt(2 n_layer) (GPT-2). The
-    tables of tokens and positions, and an untied head, have 0.02 in both; `emb_scale` is the embedding's own
-    knob.
+    `init` is the spread of a block's matrices: GPT-2's 0.02, or 1/sqrt(fan in), which makes what a matrix
+    writes as large as what it reads, at any width. Those that write the stream are divided by
+    sqrt(2 n_layer) (GPT-2). The tables of tokens and positions, and an untied head, have 0.02 in both;
+    `emb_scale` is the embedding's own knob.
     """
     c = model.config
     for name, p in model.named_parameters():

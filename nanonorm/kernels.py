@@ -23,6 +23,11 @@ def upcast(h):
 PIECE = 1 << 24  # numbers of a large matrix in float64 at a time: 128 MiB
 
 
+def types_of(model: nn.Module) -> list[torch.dtype]:
+    """The types of a model's weights, the widest first."""
+    return sorted({p.dtype for p in model.parameters()}, key=lambda t: -torch.finfo(t).bits)
+
+
 def by_rows(table, change) -> torch.Tensor:
     """change(rows) of a large table (out, in), in float64 and cast back."""
     new = torch.empty_like(table)
@@ -30,6 +35,12 @@ def by_rows(table, change) -> torch.Tensor:
     for to, piece in zip(new.split(rows), table.detach().split(rows), strict=True):
         to.copy_(change(piece.double()))
     return new
+
+
+def with_factor(table: nn.Embedding, factor) -> nn.Embedding:
+    """The same table, times a 0-dim factor."""
+    rows = by_rows(table.weight, lambda rows: rows * factor.double())
+    return type(table).from_pretrained(rows, freeze=False)
 
 
 def eager_training(h) -> bool:

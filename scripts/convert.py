@@ -30,10 +30,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import Tokenizer
-from model import NO_ANCHOR, Transformer, export, exports, types_of
+from model import NO_ANCHOR, Transformer, export, exports
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, sync_folder, writing
+from nanonorm.kernels import types_of
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
@@ -117,9 +118,11 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
     model.anchor = None  # of training alone
     c = model.config = replace(model.config, **NO_ANCHOR)
-    if len(exports(c)) == 1:  # no form changes it
+    if len(exports(c)) == 1:  # no form changes it, but for a factor that goes into the table
+        model, errors = (model, {}) if c.emb_scale is None else export(model, "unfused", idx)
+        c = model.config
         model.config = replace(c, form="trained" if c.form == "unfused" else c.form)
-        return model, {}
+        return model, errors
     if form == "trained" and c.taper != "none":
         raise BadInput("--form=trained keeps the gate, which no other tool knows; use folded or unfused")
     if c.form in (form, "folded", "weightless"):

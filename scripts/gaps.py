@@ -6,7 +6,7 @@
 PATHs are run folders and folders of runs, as scripts/report.py takes them. Runs with the same values of the
 --by knobs are compared with the baseline among them; whatever else they differ in names the row. A gap is the
 relative one of val/loss, in %, by pairs of a seed, with the 95% interval of its mean by Student's t. Writes
-gaps.md, gaps.csv (a row a pair) and gaps.png. Needs matplotlib and pandas.
+gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib and pandas.
 """
 
 import math
@@ -156,6 +156,9 @@ def main():
     k, _, paths = parse(Gaps, sys.argv[1:], usage=__doc__)
     if not paths:
         raise BadInput("name folders of runs: python scripts/gaps.py out/small --by=max_iters")
+    usual = {f.name: type(f.default) for f in fields(Config)} | {"gate_start": int, "gate_end": int}
+    if k.against is not None and usual.get(k.against) not in (int, float):
+        raise BadInput(f"--against={k.against}: not a knob of train.py that is one number")
     named = [("by", knob) for knob in k.by] + [("against", k.against)] * (k.against is not None)
     for flag, knob in named:
         if knob not in {f.name for f in fields(Config)}:

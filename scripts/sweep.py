@@ -5,8 +5,8 @@
     python scripts/sweep.py config/taper_1m.py --variants=all --max_iters=1000,2000 --print  # for a scheduler
 
 Config files come first, then flags: those below, and every knob of train.py. Values with commas between them
-are an axis of the grid; one that has commas itself stands in brackets: --dyt_alpha="(1,1,1),(0.5,0.2,0.2)".
-With --variants, norm and taper come from the variant, and --aux_weight is the lambda of the *_aux ones alone.
+are an axis of the grid; one with commas of its own stands in parentheses: --dyt_alpha="(1,1,1),(2,1,1)". With
+--variants, norm and taper come from the variant, and --aux_weight is the lambda of the *_aux ones alone.
 A knob that a variant does not read (gate_end without a taper) makes no second run of it.
 
 Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays,
@@ -308,7 +308,7 @@ def read_command(argv: list[str]) -> tuple[Sweep, list[str], dict[str, list[str]
         elif not word.startswith("-"):
             files.append(word)
         elif word.startswith("--") and name and equals:
-            axes[name] = re.split(r",(?![^(]*\))", text)  # at commas that stand in no brackets
+            axes[name] = re.split(r",(?![^(]*\))", text)  # at commas that stand in no parentheses
         else:
             raise BadInput(f"{word}: flags are written --key=value")
     k, _, _ = parse(Sweep, mine, usage=__doc__ + "\nBeside the knobs of train.py:")

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The runs behind results/tinystories_small: a taper's gate, the rivals' best settings, and the recommended
-# recipe on seeds that chose nothing. In one call, or study by study:
+# Studies on the small TinyStories config: when a taper's gate is down, and what DyT needs to train. In one
+# call, or study by study:
 #
-#     STORIES=DIR bash scripts/tinystories_small.sh                # all of it: a day on two cores
+#     STORIES=DIR bash scripts/tinystories_small.sh                # all of it: hours on two cores
 #     STORIES=DIR bash scripts/tinystories_small.sh gate dyt       # some
 #
 # The DIR holds train.txt and valid.txt, in which a line <|endoftext|> follows every story. JOBS (2) runs at a
-# time, THREADS (1) for each; FLAGS go to every run: "--compile=True --dtype=bfloat16" is what the committed
-# results were made with, on a CPU with AMX. All is kept in data/ and out/small/: the same call goes on after
-# an interruption.
+# time, THREADS (1) for each; FLAGS go to every run, such as "--compile=True --dtype=bfloat16" for a CPU with
+# AMX. All is kept in data/ and out/small/: the same call goes on after an interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 corpus=$PWD/data/tinystories_2k
@@ -33,7 +32,7 @@ gate() { # when the gate is down
 }
 
 linear() { # by which curve
-    sweep gate --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end=500,1000,2000
+    sweep linear --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end=500,1000,2000
 }
 
 rate() { # with a learning rate that does not end at 0

@@ -140,6 +140,13 @@ def test_a_knob_that_no_run_reads_is_no_axis(monkeypatch, tmp_path):
         gaps.main()
 
 
+@pytest.mark.parametrize("knob", ["gate_schedule", "dyt_alpha", "coupled_grad", "nonsense"])
+def test_only_a_number_is_an_axis(knob, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", f"--against={knob}"])
+    with pytest.raises(BadInput, match=f"--against={knob}: not a knob of train.py that is one number"):
+        gaps.main()
+
+
 @pytest.mark.parametrize(("by", "said"), [("mlpp", "no such knob"), ("seed", "no pair")])
 def test_what_makes_no_sense_is_refused(by, said, monkeypatch):
     only = [r for r in grid() if r.variant == "coupled"] if by == "seed" else grid()

@@ -10,6 +10,8 @@ from config import Config
 from model import ModelConfig, Transformer, export, fold, fold_error, unfuse
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
+from nanonorm.kernels import with_factor
+from scripts.convert import in_form
 from scripts.exports.stock import plain
 
 TINY = ModelConfig(vocab_size=512, block_size=32, n_layer=3, n_head=2, n_embd=64)
@@ -54,9 +56,16 @@ def test_alpha_begins_where_dyt_alpha_says(norm):
     assert made(norm=norm).norm_final.alpha.item() == 0.5
 
 
-@pytest.mark.parametrize("knobs", [{"dyt_alpha": (1, 1, 1)}, {"norm": "dyt", "dyt_alpha": (1, 1)}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dyt_alpha": (1, 1, 1)},
+        {"norm": "dyt", "dyt_alpha": (1, 1)},
+        {"norm": "dyt", "dyt_alpha": (1, 1, 1e39)},
+    ],
+)
 def test_an_alpha_without_a_place_is_refused(knobs):
-    with pytest.raises(ModelError, match="dyt_alpha is three numbers, and needs norm=dyt or derf"):
+    with pytest.raises(ModelError, match="dyt_alpha is three numbers up to 1e6, and needs norm=dyt or derf"):
         made(**knobs)
 
 
@@ -105,11 +114,23 @@ def test_the_factor_folds_into_the_table(knobs, tied):
 
 def test_a_stock_class_takes_the_factor_in_the_table(tmp_path):
     pytest.importorskip("safetensors")
-    model = made(emb_scale=3.0).eval()
-    write_pretrained(plain(model), tmp_path)
+    model = made(emb_scale=2.7).eval()  # no power of 2: the product is rounded
+    same, errors = in_form(model, "folded", torch.randint(0, 512, (2, 16)))
+    assert same.config.form == "trained" and errors["float64"] < 1e-12
+    write_pretrained(plain(same), tmp_path)
     again = Transformer.from_file(read_pretrained(tmp_path), tmp_path)
     idx = torch.randint(0, 512, (2, 16))
     torch.testing.assert_close(again(idx), model(idx), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_proof_sees_a_wrong_factor(dtype, monkeypatch):
+    """In float64 as well, where the network is not of that type."""
+    net, idx = made(emb_scale=2.7).to(dtype).eval(), torch.randint(0, 512, (2, 16))
+    assert export(net, "unfused", idx)[1]["float64"] < 1e-12
+    monkeypatch.setattr("model.with_factor", lambda table, factor: with_factor(table, factor * 1.01))
+    with pytest.raises(ModelError, match="of the logit scale in float64; not exported"):
+        export(net, "unfused", idx)
 
 
 def test_a_file_from_before_these_knobs_still_loads():

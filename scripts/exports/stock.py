@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, fold, unfuse
+from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, fold
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
@@ -42,7 +42,6 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
 
     eps: a power of 4. Raises: ModelError, naming the export that would work.
     """
-    model = model if model.config.emb_scale is None else unfuse(model)  # the factor goes into the table
     c = model.config
     if c.norm == "cbwc" and c.form in ("folded", "unfused") and not c.norm_bias:
         model = model if c.form == "folded" else fold(model)  # its matrices are centred for good
