@@ -130,8 +130,9 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     figures.save(fig, "gaps", ax)
 
 
-def draw_against(out: Path, found: pd.DataFrame, by: tuple[str, ...], against: str):
-    """The gaps with their intervals over a knob's values: a panel a group, a line a setting."""
+def draw_against(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], against: str):
+    """The gaps over a knob's values, with the pairs they are of as small points and, of three pairs or more,
+    their intervals: a panel a group, a line a setting."""
     figures, found = Figures(out), found[(found.pairs > 0) & found.against.notna()]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
     fig, axes = figures.axes(1, len(groups), 2.6)
@@ -142,7 +143,11 @@ def draw_against(out: Path, found: pd.DataFrame, by: tuple[str, ...], against: s
             rows = here[here.what == name]
             look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
             look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
-            ax.errorbar(rows.against + step * (2 * i - len(names) + 1), rows["mean"], rows.half, **look)
+            x = rows.against + step * (2 * i - len(names) + 1)
+            ax.errorbar(x, rows["mean"], rows.half.where(rows.pairs > 2), **look)
+            for value, at in zip(rows.against, x, strict=True):
+                of = (table.group == group) & (table.what == name) & (table.against == value)
+                ax.plot([at] * of.sum(), table.gap[of], ".", color=look["color"], markersize=2.5)
         ax.axhline(0, color="#000000", linewidth=0.8)
         title = ", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True))
         ax.set(title=title, xlabel=against)
@@ -189,7 +194,7 @@ def main():
     if k.against is None:
         draw(out, found, table, k.by)
     else:
-        draw_against(out, found, k.by, k.against)
+        draw_against(out, found, table, k.by, k.against)
     with atomic_write(out / "gaps.md", "w") as f:
         f.write("\n\n".join([*text, "![gaps](gaps.png)"]) + "\n")
     with atomic_write(out / "gaps.csv", "w") as f:
