@@ -79,10 +79,10 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
             panel.set_title(what, loc="left", fontsize=10)
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(alpha=0.3)
-        near.set_ylabel(f"speedup over {names[0]}")
+        near.set_ylabel(f"speedup over {names[0]},\nmedian and quartiles")
     for panel in panels[-1]:
         panel.set_xlabel("batch size")
-    finish(figure, panels[0, 1], f"{title}; bars: quartiles", path)
+    finish(figure, panels[0, 1], title, path)
 
 
 def finish(figure, legend_from, title: str, path: str):
