@@ -253,7 +253,8 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
         f"of the validation split, where the teacher's loss is {teacher:.4f}."
     )
     text += [through_less_stopped(runs), draw_distilled(figures, runs, before, teacher)]
-    text.append("The gradient stopped at the statistic or through it; a band is the seeds' 2.5 to 97.5 percentiles.")
+    band = "a band is the seeds' 2.5 to 97.5 percentiles"
+    text.append(f"The gradient stopped at the statistic or through it; {band}.")
     return text, figures
 
 
