@@ -38,7 +38,7 @@ def by_rows(table, change) -> torch.Tensor:
 
 
 def with_factor(table: nn.Embedding, factor) -> nn.Embedding:
-    """The same table, times a 0-dim factor."""
+    """The same table (V, D), times a 0-dim factor."""
     rows = by_rows(table.weight, lambda rows: rows * factor.double())
     return type(table).from_pretrained(rows, freeze=False)
 

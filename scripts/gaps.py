@@ -126,7 +126,7 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
     ax.invert_yaxis()
     axis = "gap to the baseline of the same seed, %: mean, 95% interval, pairs"
-    ax.set(xlabel=axis + (" (logarithmic beyond 1)" if widest > 10 else ""), ylabel=", ".join(by))
+    ax.set(xlabel=axis + ("\n(logarithmic beyond 1)" if widest > 10 else ""), ylabel=", ".join(by))
     figures.save(fig, "gaps", ax)
 
 
@@ -161,13 +161,10 @@ def main():
     k, _, paths = parse(Gaps, sys.argv[1:], usage=__doc__)
     if not paths:
         raise BadInput("name folders of runs: python scripts/gaps.py out/small --by=max_iters")
-    usual = {f.name: type(f.default) for f in fields(Config)} | {"gate_start": int, "gate_end": int}
-    if k.against is not None and usual.get(k.against) not in (int, float):
+    if unknown := [knob for knob in k.by if knob not in {f.name for f in fields(Config)}]:
+        raise BadInput(f"--by={unknown[0]}: train.py has no such knob")
+    if k.against is not None and type(getattr(Config().resolve(), k.against, None)) not in (int, float):
         raise BadInput(f"--against={k.against}: not a knob of train.py that is one number")
-    named = [("by", knob) for knob in k.by] + [("against", k.against)] * (k.against is not None)
-    for flag, knob in named:
-        if knob not in {f.name for f in fields(Config)}:
-            raise BadInput(f"--{flag}={knob}: train.py has no such knob")
     finished, left_out = collect(paths)
     table, out = rows_of(finished, k.by, k.against), Path(k.out)
     if table.gap.isna().all():

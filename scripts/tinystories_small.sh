@@ -44,9 +44,10 @@ dyt() { # the grid, one seed and half the steps
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
 }
 
-for study in "${@:-gate linear rate dyt}"; do
-    for name in $study; do
-        declare -F "$name" >/dev/null || { echo "no study $name" >&2; exit 2; }
-        "$name"
-    done
+[ $# -gt 0 ] || set -- gate linear rate dyt
+for study in "$@"; do
+    case $study in
+        gate | linear | rate | dyt) "$study" ;;
+        *) echo "no study $study: gate, linear, rate, dyt" >&2; exit 2 ;;
+    esac
 done
