@@ -68,7 +68,8 @@ class Config(ModelKnobs):
     min_lr: NonNegative = 0.0  # where the decay ends
     # taper
     gate_start: Whole | None = None  # step that starts the gate, freezes the scale target; None: warmup_iters
-    gate_end: Count | None = None  # step from which the gate is 0; None: max_iters, or as gate_gaps say
+    gate_end: Count | None = None  # step from which the gate is 0; None: by gate_end_ratio or gate_gaps
+    gate_end_ratio: Annotated[float, Range(0.0, 1.0)] = 1.0  # of max_iters, where gate_end is None
     gate_schedule: Literal["cosine", "linear", "sequential"] = "cosine"  # all gates alike, or site by site
     gate_gaps: Wholes | None = None  # sequential: steps between MLPs' norms, attentions' (q, k), their values
     # a teacher, and adapters
@@ -128,7 +129,9 @@ class Config(ModelKnobs):
         if one_by_one and len(self.gate_gaps) != 3:
             three = "MLPs' norms, attentions' for queries and keys, for values"
             raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {self.gate_gaps}")
-        last = max(drop_steps(self, gate_sites(self))) if one_by_one else self.max_iters
+        last = max(1, round(self.gate_end_ratio * self.max_iters))
+        if one_by_one:
+            last = max(drop_steps(self, gate_sites(self)))
         if one_by_one and self.gate_end not in (None, last):
             said = f"gate_end={self.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
             raise BadInput(f"{said}; leave it out, or set gate_end=None")
@@ -256,5 +259,5 @@ KNOBS_ADDED_LATER = {
     "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
     "dropout", "taper_qk", "calibration", "anchor_target", "anchor_unit", "mask_end", "gate_schedule",
     "gate_gaps", "grad_checkpoint", "teacher", "kl_weight", "ce_weight", "adapter", "adapter_rank",
-    "adapter_alpha", "adapter_targets", "emb_scale", "init", "dyt_alpha",
+    "adapter_alpha", "adapter_targets", "emb_scale", "init", "dyt_alpha", "gate_end_ratio",
 }  # fmt: skip

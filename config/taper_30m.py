@@ -1,5 +1,5 @@
 # Internal-Taper with the scale anchor, 30 M parameters, on TinyStories: the paper's setting (arXiv
-# 2602.10408).
+# 2602.10408), but for the gate. Theirs ends with the run (taper_30m_paper.py).
 
 out_dir = "out/taper_30m"
 dataset = "tinystories"  # 10k vocabulary
@@ -12,10 +12,11 @@ block_size = 512
 taper = "internal"  # the norms in the blocks go, the one before the head stays
 aux_weight = 0.1  # lambda
 ema_rate = 0.01  # mu
+gate_end_ratio = 0.75  # down for the last quarter, in which there is still a learning rate
 
 batch_size = 16  # 16 * 512 = 8,192 tokens a step
 max_iters = 1_000_000  # 8.2 G tokens
-learning_rate = 3e-4  # 5% warmup, then cosine to zero: the defaults; the gate goes down over the same 95%
+learning_rate = 3e-4  # 5% warmup, then cosine to zero: the defaults
 beta1, beta2 = 0.9, 0.95
 weight_decay = 0.0
 grad_clip = 1.0

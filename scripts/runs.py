@@ -68,7 +68,8 @@ def has_adapters(c: Config) -> bool:
 
 # Knobs that only some runs read; set anywhere else they would repeat the same run under another name
 READ_BY = {
-    "gate_start": has_gate, "gate_end": has_gate, "ema_rate": has_gate, "calib_skip_first": tapers,
+    "gate_start": has_gate, "gate_end": has_gate, "gate_end_ratio": has_gate, "ema_rate": has_gate,
+    "calib_skip_first": tapers,
     "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
     "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
     "coupled_from_layer": is_coupled, "norm_bias": has_shift, "dyt_alpha": has_alpha,
@@ -76,8 +77,8 @@ READ_BY = {
     "adapter_alpha": has_adapters, "adapter_targets": has_adapters,
 }  # fmt: skip
 
-# Knobs in which two records of the same run may differ
-NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_graph"}
+# Knobs in which two records of the same run may differ; the ratio is in the gate_end that it gave
+NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_graph"} | {"gate_end_ratio"}
 
 
 def is_read(knob: str, config: Config) -> bool:

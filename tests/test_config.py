@@ -472,6 +472,13 @@ def test_resolve_fills_in_what_defaults_to_another_knob():
     )
     config = set_by("--max_iters=2000", "--gate_start=7", "--taper=all").resolve()
     assert (config.warmup_iters, config.gate_start) == (100, 7)
+    assert set_by("--max_iters=2000", "--gate_end_ratio=0.75").resolve().gate_end == 1500
+    assert set_by("--gate_end=500", "--gate_end_ratio=0.75").resolve().gate_end == 500
+    assert set_by("--gate_end_ratio=0", "--taper=none").resolve().gate_end == 1
+    by_gaps = set_by(
+        "--gate_end_ratio=0.1", "--taper=all", "--gate_schedule=sequential", "--gate_gaps=99,9,9"
+    )
+    assert by_gaps.resolve().gate_end > 1000
     assert dataclasses.asdict(config.resolve()) == dataclasses.asdict(config)  # once is enough
 
 
@@ -505,6 +512,8 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
             "gate_start < gate_end <= max_iters, not 60, 50",
         ),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
+        (["--taper=all", "--gate_end_ratio=0.05"], "gate_start < gate_end <= max_iters, not 500, 500, 10000"),
+        (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),
