@@ -7,7 +7,8 @@ Each PATH is a run folder or a folder of runs. A run that cannot be used (no met
 unfinished, of another version, not finite, a second copy) is named in the report with the reason, and is left
 out of every number. Runs that differ in anything but the variant and the seed are never averaged: sizes,
 corpora, devices, versions of torch and lengths get tables of their own, lambda and the gate schedule a study
-each. Runs of other commits are named. Needs matplotlib and pandas.
+each. --tuned=init,learning_rate names knobs in which the variants of one table may differ. Runs of other
+commits are named. Needs matplotlib and pandas.
 """
 
 import math
@@ -78,6 +79,7 @@ class ReportKnobs:
 
     out: str = "results/report"  # folder of report.md, *.png and *.csv
     tokens: Count = 4096  # of validation text, for the residual stream's RMS
+    tuned: tuple[str, ...] = ()  # knobs in which each variant has its own best: no reason for another table
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -661,6 +663,8 @@ def main():
     if not paths:
         example = "python scripts/report.py out/small --out=results/small"
         raise BadInput(f"name run folders, or folders of runs: {example}")
+    if unknown := [knob for knob in k.tuned if knob not in Config.__dataclass_fields__]:
+        raise BadInput(f"--tuned={unknown[0]}: train.py has no such knob")
     finished, left_out = collect(paths)
     out = Path(k.out)
     figures = Figures(out)
@@ -670,7 +674,7 @@ def main():
         raise BadInput(f"cannot make the folder {out}: {e.strerror}; name another --out") from None
     runs = table_of(finished)
     differ = varying(runs)
-    options = [n for n in differ if n in READ_BY or n == "aux_weight"]
+    options = [n for n in differ if n in READ_BY or n in ("aux_weight", *k.tuned)]
     sizes = [n for n in differ if n not in options and n != "max_iters"]
     text = preamble(finished, left_out, differ)
     for number, group in enumerate(split(runs, sizes).values(), 1):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Studies on the small TinyStories config: when a taper's gate is down, and what DyT needs to train. In one
-# call, or study by study:
+# Studies on the small TinyStories config: what each variant costs, when a taper's gate should be down, and what
+# that depends on. In one call, or study by study:
 #
-#     STORIES=DIR bash scripts/tinystories_small.sh                # all of it: hours on two cores
+#     STORIES=DIR bash scripts/tinystories_small.sh                # all of it: half a day on two cores
 #     STORIES=DIR bash scripts/tinystories_small.sh gate dyt       # some
 #
 # The DIR holds train.txt and valid.txt, in which a line <|endoftext|> follows every story. JOBS (2) runs at a
@@ -26,28 +26,56 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
 }
 
 tapers=internal,internal_aux,all,all_aux
+anchored=internal_aux,all_aux
+
+rate() { # the learning rate, the baseline's and the tapers'
+    sweep rate --seed=1,2 --variants=baseline,$tapers --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
+}
+
+rate_long() {
+    sweep rate_long --seed=1 --max_iters=8000 --variants=baseline --learning_rate=3e-3,6e-3
+}
 
 gate() { # when the gate is down
-    sweep gate --seed=1,2 --variants=baseline,$tapers --gate_end=250,500,1000,1500,2000
+    sweep gate --seed=1,2,3 --variants=baseline,$anchored --gate_end_ratio=0.125,0.25,0.5,0.75,1
 }
 
-linear() { # by which curve
-    sweep linear --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end=500,1000,2000
+gate_long() {
+    sweep gate_long --seed=1,2,3 --max_iters=8000 --variants=baseline,$anchored --gate_end_ratio=0.25,0.75,1
 }
 
-rate() { # with a learning rate that does not end at 0
-    sweep rate --seed=1,2 --variants=baseline,internal,all --min_lr=3e-4 --gate_end=1000,2000
+curve() { # by which curve, and with a learning rate that does not end at 0
+    sweep curve --seed=1,2 --variants=$anchored --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
+    sweep floor --seed=1,2 --variants=baseline,$anchored --min_lr=1e-3 --gate_end_ratio=0.75,1
 }
 
-dyt() { # the grid, one seed and half the steps
+recipe() { # on seeds that chose nothing
+    sweep recipe --seed=9,10,11,12,13,14,15,16,17,18,19,20 --variants=baseline,$anchored
+}
+
+recipe_long() {
+    sweep recipe_long --seed=9,10,11,12,13,14,15,16 --max_iters=8000 --variants=baseline,$anchored
+}
+
+width() { # twice as wide
+    sweep width --seed=1,2,3 --n_embd=128 --variants=baseline,$anchored
+}
+
+variants() { # every row of the tables
+    sweep variants --seed=9,10,11,12,13,14 --variants=layernorm,cbwc,internal,final,all --gate_end_ratio=0.75,1
+    sweep coupled --seed=9,10,11,12,13,14 --variants=coupled --coupled_grad=False,True
+    sweep paper --seed=9,10,11,12,13,14 --variants=$anchored --gate_end_ratio=1
+}
+
+dyt() { # the grid, one seed and half the steps: the first weights as for the others, then DyT's
     sweep dyt --seed=1 --max_iters=1000 --variants=baseline,dyt --init=gpt2,fan_in --emb_scale=None,8 \
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
 }
 
-[ $# -gt 0 ] || set -- gate linear rate dyt
+[ $# -gt 0 ] || set -- rate rate_long gate gate_long curve recipe recipe_long width variants dyt
 for study in "$@"; do
     case $study in
-        gate | linear | rate | dyt) "$study" ;;
-        *) echo "no study $study: gate, linear, rate, dyt" >&2; exit 2 ;;
+        rate | rate_long | gate | gate_long | curve | recipe | recipe_long | width | variants | dyt) "$study" ;;
+        *) echo "no study $study" >&2; exit 2 ;;
     esac
 done

@@ -402,6 +402,23 @@ def test_lengths_sizes_and_lambdas_are_never_averaged(undrawn, tmp_path):
     assert {p["figure"] for p in points} == shown
 
 
+def test_tuned_knobs_make_no_second_table(undrawn, tmp_path, capsys):
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        write_run(runs / f"b{seed}", "baseline", seed, learning_rate=4e-3)
+        write_run(runs / f"d{seed}", "dyt", seed, learning_rate=1e-3, init="fan_in")
+    text = make(tmp_path / "apart", runs)
+    assert text.count("\n## ") == 2 and table(text, "Validation loss")["dyt"][4] == "-"
+    text = make(tmp_path / "together", runs, "--tuned=init,learning_rate")
+    assert text.count("\n## ") == 1
+    gap = np.mean([100 * (LOSS["dyt"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
+    assert table(text, "Validation loss")["dyt"][4].startswith(f"{gap:+.2f} ")
+    assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
+    with pytest.raises(SystemExit):
+        make(tmp_path / "out", runs, "--tuned=lr")
+    assert capsys.readouterr().err == "report.py: --tuned=lr: train.py has no such knob\n"
+
+
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for seed in (1, 2, 3):
