@@ -33,7 +33,7 @@ rate() { # the learning rate, the baseline's and the tapers'
 }
 
 rate_long() {
-    sweep rate_long --seed=1 --max_iters=8000 --variants=baseline --learning_rate=3e-3,6e-3
+    sweep rate_long --seed=1 --max_iters=8000 --variants=baseline --learning_rate=2e-3,6e-3
 }
 
 gate() { # when the gate is down
