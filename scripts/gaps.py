@@ -105,7 +105,8 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
 
 
 def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...]):
-    """Each gap with its interval, and the pairs it is of as small points; a line a group."""
+    """Each gap with the pairs it is of as small points and, of three pairs or more, its interval; a line a
+    group."""
     figures, found = Figures(out), found[found.pairs > 0]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
     fig, (ax,) = figures.axes(1, 1, 0.9 + 0.12 * len(groups) * (len(names) + 1))
@@ -114,11 +115,11 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
         look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
         look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
-        ax.errorbar(rows["mean"], at, xerr=rows.half, **look)  # nan: a point without a bar
+        ax.errorbar(rows["mean"], at, xerr=rows.half.where(rows.pairs > 2), **look)
         for group, y in zip(rows.group, at, strict=True):
             pairs = table.gap[(table.group == group) & (table.what == name)]
             ax.plot(pairs, [y] * len(pairs), ".", color="#000000", markersize=2.5, zorder=3)
-    widest = (found["mean"].abs() + found.half.fillna(0)).max()
+    widest = (found["mean"].abs() + found.half.where(found.pairs > 2, 0)).max()
     if widest > 10:  # a failed run would press all the others together
         ax.set_xscale("symlog", linthresh=1)
         ax.xaxis.set_major_formatter("{x:g}")

@@ -25,11 +25,10 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
         --jobs="${JOBS:-2}" --threads="${THREADS:-1}" --eval_interval=1000000 ${FLAGS:-}
 }
 
-tapers=internal,internal_aux,all,all_aux
 anchored=internal_aux,all_aux
 
 rate() { # the learning rate, the baseline's and the tapers'
-    sweep rate --seed=1,2 --variants=baseline,$tapers --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
+    sweep rate --seed=1,2 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
 }
 
 rate_long() {
