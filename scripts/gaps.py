@@ -4,7 +4,8 @@
     python scripts/gaps.py out/gate out/gate_long --against=gate_end --out=results/gate
 
 PATHs are run folders and folders of runs, as scripts/report.py takes them. Runs with the same values of the
---by knobs are compared with the baseline among them; whatever else they differ in names the row. A gap is the
+--by knobs are compared with the baseline among them, or with the variant that --to names (rmsnorm_aux is the
+baseline with the scale anchor); whatever else they differ in names the row. A gap is the
 relative one of val/loss, in %, by pairs of a seed, with the 95% interval of its mean by Student's t. Writes
 gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib and pandas.
 """
@@ -37,13 +38,16 @@ class Gaps:
 
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
+    to: str = "baseline"  # the variant that the others are compared with
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
-def rows_of(finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None) -> pd.DataFrame:
+def rows_of(
+    finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None, to="baseline"
+) -> pd.DataFrame:
     """A row a run: its group (the values of `by`), what it is, the value of `against` (nan where the run does
-    not read it), seed, loss, scale of the last stream, and its gap to the baseline in % (nan for the
-    baseline, and without a partner). Raises: BadInput."""
+    not read it), seed, loss, scale of the last stream, and its gap to the variant `to` in % (nan for that
+    variant, and without a partner). Raises: BadInput."""
     differ = [knob for knob in varying(table_of(finished)) if knob not in (*by, against)]
     if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
         values = sorted({str(run.point[odd[0]]) for run in finished})
@@ -56,15 +60,15 @@ def rows_of(finished: list[FinishedRun], by: tuple[str, ...], against: str | Non
         row["against"] = run.settings[against] if against in run.point else math.nan
         rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
     table = pd.DataFrame(rows)
-    base = table[table.variant == "baseline"]
+    base = table[table.variant == to]
     twice = base[base.duplicated(["group", "seed"])]
     if len(twice):
         first = twice.iloc[0]
-        raise BadInput(f"{first.folder} is a second baseline of seed {first.seed}; name what differs in --by")
+        raise BadInput(f"{first.folder} is a second {to} of seed {first.seed}; name what differs in --by")
     of = {(row.group, row.seed): row.loss for row in base.itertuples()}
     partner = [of.get((row.group, row.seed), math.nan) for row in table.itertuples()]
     gap = 100 * (table.loss / np.array(partner) - 1)
-    return table.assign(gap=gap.where(table.variant != "baseline"))
+    return table.assign(gap=gap.where(table.variant != to))
 
 
 def in_order(group: tuple) -> list[tuple]:
@@ -72,15 +76,15 @@ def in_order(group: tuple) -> list[tuple]:
     return [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in group]
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
+def summary(table: pd.DataFrame, to="baseline") -> pd.DataFrame:
     """A row a group, setting and value of the knob against which gaps are drawn: n, losses, scale, the gap's
-    mean and half its interval (nan for one pair). Groups in order of their values, the baseline first in
-    each."""
+    mean and half its interval (nan for one pair). Groups in order of their values, the variant `to` first
+    in each."""
     rows = []
     for group in sorted(set(table.group), key=in_order):
         here = table[table.group == group]
-        names = dict.fromkeys(sorted(here.what, key=lambda name: (not name.startswith("baseline"), name)))
-        for what in names:
+        first = set(here.what[here.variant == to])
+        for what in sorted(set(here.what), key=lambda name: (name not in first, name)):
             for value, same in here[here.what == what].groupby("against", dropna=False):
                 gaps = same.gap.dropna()
                 row = {"group": group, "what": what, "against": value, "n": len(same), "pairs": len(gaps)}
@@ -104,7 +108,7 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
     return markdown(rows, head)
 
 
-def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...]):
+def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], to: str):
     """Each gap with the pairs it is of as small points and, of three pairs or more, its interval; a line a
     group."""
     figures, found = Figures(out), found[found.pairs > 0]
@@ -126,12 +130,14 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     ax.axvline(0, color="#000000", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
     ax.invert_yaxis()
-    axis = "gap to the baseline of the same seed, %: mean, 95% interval, pairs"
+    axis = f"gap to {to} of the same seed, %: mean, 95% interval, pairs"
     ax.set(xlabel=axis + ("\n(logarithmic beyond 1)" if widest > 10 else ""), ylabel=", ".join(by))
     figures.save(fig, "gaps", ax)
 
 
-def draw_against(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], against: str):
+def draw_against(
+    out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], to: str, against: str
+):
     """The gaps over a knob's values, with the pairs they are of as small points and, of three pairs or more,
     their intervals: a panel a group, a line a setting."""
     figures, found = Figures(out), found[(found.pairs > 0) & found.against.notna()]
@@ -154,7 +160,7 @@ def draw_against(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[
         ax.set(title=title, xlabel=against)
         if ax is not axes[0]:
             ax.sharey(axes[0])
-    axes[0].set_ylabel("gap to the baseline\nof the same seed, %")
+    axes[0].set_ylabel(f"gap to {to}\nof the same seed, %")
     figures.save(fig, "gaps", axes[0])
 
 
@@ -167,10 +173,10 @@ def main():
     if k.against is not None and type(getattr(Config().resolve(), k.against, None)) not in (int, float):
         raise BadInput(f"--against={k.against}: not a knob of train.py that is one number")
     finished, left_out = collect(paths)
-    table, out = rows_of(finished, k.by, k.against), Path(k.out)
+    table, out = rows_of(finished, k.by, k.against, k.to), Path(k.out)
     if table.gap.isna().all():
-        raise BadInput("no pair: no run has a baseline of its seed with the same values of --by")
-    found = summary(table)
+        raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
+    found = summary(table, k.to)
     if k.against is not None and found.against.isna().all():
         raise BadInput(f"--against={k.against}: no run reads it")
     try:
@@ -180,7 +186,7 @@ def main():
     heads = [run.head for run in finished]
     what = {name: sorted({str(head["versions"][name]) for head in heads}) for name in ("commit", "processor",
             "torch", "dtype")}  # fmt: skip
-    text = ["# Gaps to the baseline", "    " + shlex.join(["python", *sys.argv])]
+    text = [f"# Gaps to {k.to}", "    " + shlex.join(["python", *sys.argv])]
     text.append(table_text(found, k.by, k.against))
     text.append(
         "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
@@ -190,9 +196,9 @@ def main():
     )
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     if k.against is None:
-        draw(out, found, table, k.by)
+        draw(out, found, table, k.by, k.to)
     else:
-        draw_against(out, found, table, k.by, k.against)
+        draw_against(out, found, table, k.by, k.to, k.against)
     with atomic_write(out / "gaps.md", "w") as f:
         f.write("\n\n".join([*text, "![gaps](gaps.png)"]) + "\n")
     with atomic_write(out / "gaps.csv", "w") as f:

@@ -26,13 +26,21 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
 }
 
 anchored=internal_aux,all_aux
+baseline_aux=(--norm=rmsnorm --taper=none --aux_weight=0.1) # the baseline with the anchor
+fresh=9,10,11,12,13,14,15,16
 
 rate() { # the learning rate, the baseline's and the tapers'
-    sweep rate --seed=1,2 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
+    sweep rate --seed=1,2,3 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
+    sweep rate_anchored --seed=1,2,3 "${baseline_aux[@]}" --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
 }
 
 rate_long() {
     sweep rate_long --seed=1 --max_iters=8000 --variants=baseline --learning_rate=2e-3,6e-3
+}
+
+controls() { # what a critic would give the baseline: weight decay, other first weights
+    sweep decay --seed=1,2 --variants=baseline,$anchored --weight_decay=0.1
+    sweep fan_in --seed=1,2 --variants=baseline,$anchored --init=fan_in --emb_scale=8
 }
 
 gate() { # when the gate is down
@@ -44,37 +52,45 @@ gate_long() {
 }
 
 curve() { # by which curve, and with a learning rate that does not end at 0
-    sweep curve --seed=1,2 --variants=$anchored --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
+    sweep linear --seed=1,2 --variants=$anchored --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
     sweep floor --seed=1,2 --variants=baseline,$anchored --min_lr=1e-3 --gate_end_ratio=0.75,1
 }
 
 recipe() { # on seeds that chose nothing
-    sweep recipe --seed=9,10,11,12,13,14,15,16,17,18,19,20 --variants=baseline,$anchored
+    sweep recipe --seed=$fresh,17,18,19,20 --variants=baseline,$anchored
+    sweep recipe_anchored --seed=$fresh,17,18,19,20 "${baseline_aux[@]}"
 }
 
 recipe_long() {
-    sweep recipe_long --seed=9,10,11,12,13,14,15,16 --max_iters=8000 --variants=baseline,$anchored
+    sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored
+    sweep recipe_long_anchored --seed=$fresh --max_iters=8000 "${baseline_aux[@]}"
 }
 
 width() { # twice as wide
     sweep width --seed=1,2,3 --n_embd=128 --variants=baseline,$anchored
 }
 
-variants() { # every row of the tables
-    sweep variants --seed=9,10,11,12,13,14 --variants=layernorm,cbwc,internal,final,all --gate_end_ratio=0.75,1
-    sweep coupled --seed=9,10,11,12,13,14 --variants=coupled --coupled_grad=False,True
-    sweep paper --seed=9,10,11,12,13,14 --variants=$anchored --gate_end_ratio=1
+variants() { # the other rows of the tables, and the tapers with the paper's gate
+    local seeds=9,10,11,12,13,14
+    sweep variants --seed=$seeds --variants=internal,final,all,coupled,layernorm,cbwc
+    sweep coupled_grad --seed=$seeds --variants=coupled --coupled_grad=True
+    sweep paper --seed=$seeds --variants=internal,internal_aux,all,all_aux --gate_end_ratio=1
 }
 
-dyt() { # the grid, one seed and half the steps: the first weights as for the others, then DyT's
-    sweep dyt --seed=1 --max_iters=1000 --variants=baseline,dyt --init=gpt2,fan_in --emb_scale=None,8 \
+dyt() { # a grid, one seed and half the steps: first weights, the embedding's scale, alpha, learning rate
+    sweep dyt_here --seed=1 --max_iters=1000 --variants=baseline,dyt --learning_rate=1e-3,3e-3 \
+        --dyt_alpha="None,(1,1,1),(2,2,2)"
+    sweep dyt --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=8,32,64 \
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
+    sweep dyt_alpha --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=32,64 \
+        --learning_rate=3e-3,6e-3 --dyt_alpha="(4,4,4),(4,4,1)"
 }
 
-[ $# -gt 0 ] || set -- rate rate_long gate gate_long curve recipe recipe_long width variants dyt
+all=(rate rate_long controls gate gate_long curve recipe recipe_long width variants dyt)
+[ $# -gt 0 ] || set -- "${all[@]}"
 for study in "$@"; do
-    case $study in
-        rate | rate_long | gate | gate_long | curve | recipe | recipe_long | width | variants | dyt) "$study" ;;
-        *) echo "no study $study" >&2; exit 2 ;;
+    case " ${all[*]} " in
+        *" $study "*) "$study" ;;
+        *) echo "no study $study: ${all[*]}" >&2; exit 2 ;;
     esac
 done

@@ -60,6 +60,14 @@ def test_gaps_are_by_pairs_with_students_interval():
     assert line.endswith("| 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | 3 | +3.00 | +0.52 to +5.48 |")
 
 
+def test_another_variant_can_be_what_the_others_are_compared_with():
+    runs = [made for made in grid() if made.settings["mlp"] != "gelu"]
+    runs = [made for made in runs if not made.settings["coupled_grad"]]
+    found = gaps.summary(gaps.rows_of(runs, ("mlp",), to="coupled"), to="coupled")
+    assert list(found.what) == ["coupled", "baseline"] and list(found.pairs) == [0, 3]
+    assert found["mean"].iloc[1] == pytest.approx(np.mean([-100 * g / (100 + g) for g in (2, 3, 4)]))
+
+
 def test_two_baselines_of_a_seed_are_refused():
     """Runs of two lengths are not told apart by mlp alone."""
     runs = [*grid(), run("rmsnorm", 1, 3.5, max_iters=77)]
