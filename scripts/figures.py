@@ -26,7 +26,8 @@ from scripts.runs import Unusable, read_finished
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
 STYLE = {
-    "baseline": ("#000000", "-"), "internal": ("#0072B2", "--"), "internal_aux": ("#56B4E9", "-"),
+    "baseline": ("#000000", "-"), "baseline_aux": ("#777777", "-"),
+    "internal": ("#0072B2", "--"), "internal_aux": ("#56B4E9", "-"),
     "final": ("#E69F00", "-."), "all": ("#D55E00", "--"), "all_aux": ("#CC79A7", "-"),
     "coupled": ("#009E73", "-"), "layernorm": ("#0072B2", "--"), "cbwc": ("#56B4E9", ":"),
     "vanilla": ("#000000", "-"), "fakeln": ("#E69F00", "-"),

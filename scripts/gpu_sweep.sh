@@ -14,13 +14,13 @@ if [ -n "${TRY:-}" ]; then
     runs=$(mktemp -d)
     trap 'rm -rf "$runs"' EXIT
     flags="--dataset=stdlib --n_embd=16,32 --n_layer=2 --n_head=2 --block_size=32 --batch_size=2 --seed=1,2
-        --max_iters=40 --eval_interval=40 --log_interval=2 --variants=baseline,internal_aux,coupled
+        --max_iters=40 --eval_interval=40 --log_interval=2 --variants=baseline,baseline_aux,internal_aux,coupled
         --gate_end_ratio=0.75,1"
 else
     runs=out/gpu_sweep
     flags="--n_embd=64,256 --max_iters=${STEPS:-60000} --eval_interval=2000 --log_interval=20
         --ckpt_interval=2000 --seed=1,2,3,4,5,6 --gate_end_ratio=0.75,1
-        --variants=baseline,internal,internal_aux,final,all,all_aux,coupled,layernorm,cbwc,dyt,derf"
+        --variants=baseline,baseline_aux,internal,internal_aux,final,all,all_aux,coupled,layernorm,cbwc,dyt,derf"
 fi
 # shellcheck disable=SC2086  # the flags are words
 python scripts/sweep.py config/taper_1m.py --out="$runs" --jobs="${JOBS:-4}" $flags || failed=$?

@@ -41,7 +41,7 @@ except ImportError:
     with one_line_errors():
         raise BadInput("the tables need pandas: pip install -r requirements-dev.txt") from None
 
-TAPERS = ("baseline", "internal", "internal_aux", "final", "all", "all_aux")
+TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
 
 # Relative gap to Baseline in %, the range over 1 to 30 M parameters after 0.5 to 1 M steps of 8,192 tokens,

@@ -17,9 +17,11 @@ from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.log import check_header, read_log
 from nanonorm.run import MARKS
 
-# The rows of the papers' tables: name -> (norm, taper, with the scale anchor)
+# The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
+# anchor does by itself
 PAPER_ROWS = {
     "baseline": ("rmsnorm", "none", False),
+    "baseline_aux": ("rmsnorm", "none", True),
     "internal": ("rmsnorm", "internal", False),
     "internal_aux": ("rmsnorm", "internal", True),
     "final": ("rmsnorm", "final", False),
@@ -68,8 +70,8 @@ def has_adapters(c: Config) -> bool:
 
 # Knobs that only some runs read; set anywhere else they would repeat the same run under another name
 READ_BY = {
-    "gate_start": has_gate, "gate_end": has_gate, "gate_end_ratio": has_gate, "ema_rate": has_gate,
-    "calib_skip_first": tapers,
+    "gate_start": has_gate, "ema_rate": has_gate,
+    "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
     "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
     "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
     "coupled_from_layer": is_coupled, "norm_bias": has_shift, "dyt_alpha": has_alpha,

@@ -25,13 +25,12 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
         --jobs="${JOBS:-2}" --threads="${THREADS:-1}" --eval_interval=1000000 ${FLAGS:-}
 }
 
-anchored=internal_aux,all_aux
-baseline_aux=(--norm=rmsnorm --taper=none --aux_weight=0.1) # the baseline with the anchor
+tapers=internal_aux,all_aux
+anchored=baseline_aux,$tapers
 fresh=9,10,11,12,13,14,15,16
 
 rate() { # the learning rate, the baseline's and the tapers'
     sweep rate --seed=1,2,3 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
-    sweep rate_anchored --seed=1,2,3 "${baseline_aux[@]}" --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
 }
 
 rate_long() {
@@ -52,18 +51,16 @@ gate_long() {
 }
 
 curve() { # by which curve, and with a learning rate that does not end at 0
-    sweep linear --seed=1,2 --variants=$anchored --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
+    sweep linear --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
     sweep floor --seed=1,2 --variants=baseline,$anchored --min_lr=1e-3 --gate_end_ratio=0.75,1
 }
 
 recipe() { # on seeds that chose nothing
     sweep recipe --seed=$fresh,17,18,19,20 --variants=baseline,$anchored
-    sweep recipe_anchored --seed=$fresh,17,18,19,20 "${baseline_aux[@]}"
 }
 
 recipe_long() {
     sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored
-    sweep recipe_long_anchored --seed=$fresh --max_iters=8000 "${baseline_aux[@]}"
 }
 
 width() { # twice as wide

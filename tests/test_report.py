@@ -147,7 +147,7 @@ def test_every_figure_and_every_number_behind_it_is_written(small):
     assert float(points_of(out, "logits", "Norm of the logits", "baseline")[-1]["mean"]) == 100
     for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm"):
         assert float(points_of(out, "gradients", kind, "baseline")[-1]["mean"]) == pytest.approx(1.1)
-    assert len(list(csv.DictReader((out / "runs.csv").open()))) == 28
+    assert len(list(csv.DictReader((out / "runs.csv").open()))) == 31
 
 
 def test_bands_are_percentiles_and_differences_are_paired(small):

@@ -154,8 +154,11 @@ def test_lambda_is_an_axis_of_the_anchored_variants_alone():
 
 
 def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
-    runs = runs_of("--gate_end=500,1000", "--max_iters=1000", variants=("baseline", "final", "coupled"))
-    assert sorted(runs) == ["baseline", "coupled", "final-gate_end1000", "final-gate_end500"]
+    rows = ("baseline", "baseline_aux", "final", "coupled")
+    runs = runs_of("--gate_end=500,1000", "--max_iters=1000", variants=rows)
+    assert sorted(runs) == ["baseline", "baseline_aux", "coupled", "final-gate_end1000", "final-gate_end500"]
+    runs = runs_of("--gate_end_ratio=0.5,1", "--max_iters=1000", variants=("baseline_aux", "final"))
+    assert sorted(runs) == ["baseline_aux", "final-gate_end_ratio0.5", "final-gate_end_ratio1.0"]
 
 
 def test_plain_knobs_make_a_grid_without_variants():
