@@ -5,8 +5,9 @@
 
 PATHs are run folders and folders of runs, as scripts/report.py takes them. Runs with the same values of the
 --by knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
-differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95% interval
-of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib and pandas.
+differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
+interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib and
+pandas.
 """
 
 import math
