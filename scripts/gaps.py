@@ -113,7 +113,7 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     group."""
     figures, found = Figures(out), found[found.pairs > 0]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
-    fig, (ax,) = figures.axes(1, 1, 0.9 + 0.12 * len(groups) * (len(names) + 1))
+    fig, (ax,) = figures.axes(1, 1, 1.0 + 0.15 * len(groups) * (len(names) + 1))
     for i, name in enumerate(names):
         rows = found[found.what == name]
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
@@ -129,9 +129,9 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
         ax.xaxis.set_major_formatter("{x:g}")
     ax.axvline(0, color="#000000", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
-    ax.invert_yaxis()
+    ax.set_ylim(len(groups) - 0.5, -0.5)
     axis = f"gap to {to} of the same seed, %: mean, 95% interval, pairs"
-    ax.set(xlabel=axis + ("\n(logarithmic beyond 1)" if widest > 10 else ""), ylabel=", ".join(by))
+    ax.set(xlabel=axis + ("\n(logarithmic beyond 1)" if widest > 10 else ""), ylabel=",\n".join(by))
     figures.save(fig, "gaps", ax)
 
 
