@@ -81,6 +81,8 @@ dyt() { # a grid, one seed and half the steps: first weights, the embedding's sc
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
     sweep dyt_alpha --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=32,64 \
         --learning_rate=3e-3,6e-3 --dyt_alpha="(4,4,4),(4,4,1)"
+    sweep dyt_head --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=32,64 \
+        --learning_rate=3e-3 --dyt_alpha="(0.5,0.5,2),(1,1,4),(2,2,4)"
 }
 
 all=(rate rate_long controls gate gate_long curve recipe recipe_long width variants dyt)
