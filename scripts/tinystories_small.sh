@@ -44,6 +44,7 @@ controls() { # what a critic would give the baseline: weight decay, other first 
 
 gate() { # when the gate is down
     sweep gate --seed=1,2,3 --variants=baseline,$anchored --gate_end_ratio=0.125,0.25,0.5,0.75,1
+    sweep gate_6e-3 --seed=1,2 --learning_rate=6e-3 --variants=baseline,$anchored --gate_end_ratio=0.25,0.5,0.75,1
 }
 
 gate_long() {
