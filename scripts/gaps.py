@@ -27,7 +27,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
 from scripts.figures import Figures
-from scripts.report import FinishedRun, collect, half_width, markdown, spread, table_of, varying
+from scripts.report import FinishedRun, collect, half_width, interval, markdown, spread, table_of, varying
 
 MARKERS = "os^Dvp"
 
@@ -98,11 +98,9 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
     rows = []
     for row in found.itertuples():
         gap = "-" if not row.pairs else f"{row.mean:+.2f}"
-        interval = (
-            "-" if math.isnan(row.half) else f"{row.mean - row.half:+.2f} to {row.mean + row.half:+.2f}"
-        )
+        within = "-" if math.isnan(row.half) else interval(row.mean, row.half)
         at = ["-" if math.isnan(row.against) else f"{row.against:g}"] if against else []
-        rows.append([*row.group, row.what, *at, row.n, row.loss, row.scale, row.pairs, gap, interval])
+        rows.append([*row.group, row.what, *at, row.n, row.loss, row.scale, row.pairs, gap, within])
     head = [*by, "", *([against] if against else []), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
     head.append("95% interval")
     return markdown(rows, head)

@@ -57,7 +57,7 @@ SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "
 SKIP |= NOT_THE_RUN
 
 ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
-GAP = "gap by pairs, % (pairs)"
+GAP = "gap by pairs, % (95% interval; pairs)"
 
 LOSSES = [
     Panel("Training loss, the last half", "train/ce", "nats per token", since=0.5),
@@ -253,17 +253,17 @@ def half_width(values) -> float:
     return T95[min(n, len(T95) + 1) - 2] * np.std(values, ddof=1) / math.sqrt(n)
 
 
-def gap_of_means(runs: pd.DataFrame, base: pd.DataFrame) -> str:
-    """Relative gap to Baseline in %, of the mean losses."""
-    if runs.empty or base.empty:
+def interval(mean: float, half: float) -> str:
+    return f"{mean - half:+.2f} to {mean + half:+.2f}"
+
+
+def gap_of_pairs(runs: pd.DataFrame, to: str = "gap") -> str:
+    """Mean of the relative gaps in %, over pairs of the same seed, with its 95% interval and their number."""
+    gaps = runs[to].dropna()
+    if gaps.empty:
         return "-"
-    return f"{100 * (np.mean(runs['val/loss']) / np.mean(base['val/loss']) - 1):+.2f}"
-
-
-def gap_of_pairs(runs: pd.DataFrame) -> str:
-    """Relative gap to Baseline in %, over pairs of the same seed, with their number."""
-    gaps = runs.gap.dropna()
-    return f"{spread(gaps, 2, '+')} ({len(gaps)})" if len(gaps) else "-"
+    within = f"{interval(gaps.mean(), half_width(gaps))}; " if len(gaps) > 1 else ""
+    return f"{gaps.mean():+.2f} ({within}{len(gaps)})"
 
 
 def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
@@ -315,13 +315,14 @@ def markdown(rows: list, head: list[str]) -> str:
 
 
 def main_table(rows: dict[str, pd.DataFrame]) -> str:
-    """Losses and their gaps to Baseline, beside the paper's."""
+    """Losses and their gaps to both baselines, beside the paper's."""
     table = []
     for v, runs in rows.items():
         losses = [spread(runs["val/loss"]), spread(runs["val/bpb"])]
-        gaps = [gap_of_means(runs, rows["baseline"]), gap_of_pairs(runs), PAPER.get(v, "-")]
-        table.append([v, len(runs), *losses, *gaps])
-    head = ["variant", "n", "val/loss, nats/token", "val/bpb", "gap, %", GAP, "paper's gap, %"]
+        own = {"baseline": "gap", "baseline_aux": "gap_to_aux"}.get(v)
+        gaps = ["-" if to == own else gap_of_pairs(runs, to) for to in ("gap", "gap_to_aux")]
+        table.append([v, len(runs), *losses, *gaps, PAPER.get(v, "-")])
+    head = ["variant", "n", "val/loss, nats/token", "val/bpb", GAP, "to baseline_aux", "paper's gap, %"]
     return markdown(table, head)
 
 
@@ -361,6 +362,11 @@ def knobs_text(runs: pd.DataFrame, knobs) -> str:
     """The values of some knobs in runs that share them."""
     point = runs.run.iloc[0].point if len(runs) else {}
     return ", ".join(f"{k} {point[k]}" for k in knobs if point.get(k) is not None)
+
+
+def few(names: list[str]) -> str:
+    """The first of many names, and how many there are."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def over_common_seeds(points: dict, what: str, notes: list[str]) -> dict:
@@ -488,7 +494,7 @@ def residual_study(figures: Figures, name: str, rows: dict[str, pd.DataFrame], t
         )
         text += [markdown(table, head), what, figures.residual(name, measured)]
     if reasons:
-        text.append("\n".join(f"Left out, {', '.join(folders)}: {why}" for why, folders in reasons.items()))
+        text.append("\n".join(f"Left out, {few(folders)}: {why}" for why, folders in reasons.items()))
     return text, alphas
 
 
@@ -525,7 +531,8 @@ def loss_tables(rows_at: dict[int, dict[str, pd.DataFrame]], options: list[str])
             text.append(f"Of several settings the table holds {'; '.join(told)}.")
     text.append(
         "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
-        "same batches.\n"
+        "same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline "
+        "with the anchor.\n"
         "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to "
         "1,000,000 steps; alike in kind."
     )
@@ -554,9 +561,12 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
     """Everything about runs that differ in variant, seed, length, lambda and schedule alone."""
     by_steps, rows_at = {}, {}
     for (steps,), runs in split(group, ["max_iters"]).items():
-        base = main_rows(runs, options)["baseline"].set_index("seed")["val/loss"]
-        # in % to the baseline's run of the same seed; nan where there is none
-        by_steps[steps] = runs.assign(gap=100 * (runs["val/loss"] / runs.seed.map(base) - 1))
+        chosen, gaps = main_rows(runs, options), {}
+        for column, to in (("gap", "baseline"), ("gap_to_aux", "baseline_aux")):
+            base = chosen[to].set_index("seed")["val/loss"]
+            # in % to the run of the same seed; nan where there is none
+            gaps[column] = 100 * (runs["val/loss"] / runs.seed.map(base) - 1)
+        by_steps[steps] = runs.assign(**gaps)
         rows_at[steps] = main_rows(by_steps[steps], options)
     chosen = max(rows_at, key=lambda steps: (sum(map(len, rows_at[steps].values())), steps))
     rows = rows_at[chosen]

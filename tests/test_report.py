@@ -110,9 +110,9 @@ def small(tmp_path_factory) -> tuple[Path, Path, str]:
 def test_the_table_holds_means_deviations_and_gaps(small):
     rows = table(small[2], "Validation loss")
     assert list(rows) == list(PAPER_ROWS)
-    for v, (n, loss, _, gap, pairs, _) in rows.items():
+    for v, (n, loss, _, pairs, to_aux, _) in rows.items():
         if v == "derf":
-            assert (n, loss, gap, pairs) == ("0", "-", "-", "-")
+            assert (n, loss, pairs, to_aux) == ("0", "-", "-", "-")
         elif v == "internal":
             assert (n, loss) == ("1", f"{LOSS[v] + 0.2:.4f}")
             assert pairs == f"{100 * ((LOSS[v] + 0.2) / 3.2 - 1):+.2f} (1)"
@@ -122,8 +122,11 @@ def test_the_table_holds_means_deviations_and_gaps(small):
             ours, base = LOSS[v] + aux + seeds, 3 + seeds
             gaps = 100 * (ours / base - 1)
             assert (n, loss) == ("3", f"{ours.mean():.4f} ± 0.1000")
-            assert gap == f"{100 * (ours.mean() / base.mean() - 1):+.2f}"
-            assert pairs == f"{gaps.mean():+.2f} ± {gaps.std(ddof=1):.2f} (3)"
+            half = 4.303 * gaps.std(ddof=1) / math.sqrt(3)  # Student's t, two degrees of freedom
+            within = f"{gaps.mean() - half:+.2f} to {gaps.mean() + half:+.2f}"
+            assert pairs == ("-" if v == "baseline" else f"{gaps.mean():+.2f} ({within}; 3)")
+            to_anchored = 100 * (ours / (LOSS["baseline_aux"] + 0.001 + seeds) - 1)
+            assert to_aux.startswith("-" if v == "baseline_aux" else f"{to_anchored.mean():+.2f} (")
 
 
 def test_every_figure_and_every_number_behind_it_is_written(small):
@@ -408,11 +411,11 @@ def test_tuned_knobs_make_no_second_table(undrawn, tmp_path, capsys):
         write_run(runs / f"b{seed}", "baseline", seed, learning_rate=4e-3)
         write_run(runs / f"d{seed}", "dyt", seed, learning_rate=1e-3, init="fan_in")
     text = make(tmp_path / "apart", runs)
-    assert text.count("\n## ") == 2 and table(text, "Validation loss")["dyt"][4] == "-"
+    assert text.count("\n## ") == 2 and table(text, "Validation loss")["dyt"][3] == "-"
     text = make(tmp_path / "together", runs, "--tuned=init,learning_rate")
     assert text.count("\n## ") == 1
     gap = np.mean([100 * (LOSS["dyt"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
-    assert table(text, "Validation loss")["dyt"][4].startswith(f"{gap:+.2f} ")
+    assert table(text, "Validation loss")["dyt"][3].startswith(f"{gap:+.2f} ")
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
     with pytest.raises(SystemExit):
         make(tmp_path / "out", runs, "--tuned=lr")
@@ -452,7 +455,7 @@ def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
     assert gaps == [pytest.approx(100 * (LOSS["all"] + 0.1) / 3.1 - 100)] * 2
     steps = table(text, "The gap against")
     seeds, *gaps = steps["internal_aux"]
-    assert seeds == "2, 3" and len(gaps) == 2 and all(gap.endswith("(2)") for gap in gaps)
+    assert seeds == "2, 3" and len(gaps) == 2 and all(gap.endswith("; 2)") for gap in gaps)
     assert steps["baseline"][0] == "1, 2, 3" and steps["all"][0] == "1, 2, 3"
 
 
