@@ -26,7 +26,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
-from scripts.figures import Figures
+from scripts.figures import STYLE, Figures
 from scripts.report import FinishedRun, collect, half_width, interval, markdown, spread, table_of, varying
 
 MARKERS = "os^Dvp"
@@ -106,18 +106,28 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
     return markdown(rows, head)
 
 
+def looks(names: list[str]) -> list[dict]:
+    """For each setting a variant's own colour, or one that is left, and a marker."""
+    left = [colour for colour in COLOURS if colour not in [STYLE[name][0] for name in names if name in STYLE]]
+    others = [name for name in names if name not in STYLE]
+    found = []
+    for i, name in enumerate(names):
+        colour = STYLE[name][0] if name in STYLE else left[others.index(name) % len(left)]
+        found.append({"color": colour, "marker": MARKERS[i % len(MARKERS)], "label": name})
+    return found
+
+
 def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], to: str):
     """Each gap with the pairs it is of as small points and, of three pairs or more, its interval; a line a
     group."""
     figures, found = Figures(out), found[found.pairs > 0]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
     fig, (ax,) = figures.axes(1, 1, 1.0 + 0.15 * len(groups) * (len(names) + 1))
-    for i, name in enumerate(names):
+    for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
         rows = found[found.what == name]
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
-        look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
-        ax.errorbar(rows["mean"], at, xerr=rows.half.where(rows.pairs > 2), **look)
+        bars = {"linestyle": "none", "markersize": 4, "capsize": 2}
+        ax.errorbar(rows["mean"], at, xerr=rows.half.where(rows.pairs > 2), **look, **bars)
         for group, y in zip(rows.group, at, strict=True):
             pairs = table.gap[(table.group == group) & (table.what == name)]
             ax.plot(pairs, [y] * len(pairs), ".", color="#000000", markersize=2.5, zorder=3)
@@ -144,12 +154,11 @@ def draw_against(
     for ax, group in zip(axes, groups, strict=True):
         here = found[found.group == group]
         step = np.ptp(here.against) / 60 / max(1, len(names) - 1)  # between bars, so that none hides another
-        for i, name in enumerate(names):
+        for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
             rows = here[here.what == name]
-            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
-            look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
             x = rows.against + step * (2 * i - len(names) + 1)
-            ax.errorbar(x, rows["mean"], rows.half.where(rows.pairs > 2), **look)
+            bars = {"markersize": 4, "capsize": 2, "linewidth": 1.0}
+            ax.errorbar(x, rows["mean"], rows.half.where(rows.pairs > 2), **look, **bars)
             for value, at in zip(rows.against, x, strict=True):
                 of = (table.group == group) & (table.what == name) & (table.against == value)
                 ax.plot([at] * of.sum(), table.gap[of], ".", color=look["color"], markersize=2.5)
