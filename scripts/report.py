@@ -337,7 +337,8 @@ def speed_table(rows: dict[str, pd.DataFrame], alphas: dict[str, str]) -> str:
             low, median, high = np.percentile(speeds, (25, 50, 75))
             speed = f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
         loss = spread(runs["val/loss"])
-        table.append([v, len(runs), loss, gap_of_pairs(runs), speed, alphas.get(v, "-")])
+        gap = "-" if v == "baseline" else gap_of_pairs(runs)
+        table.append([v, len(runs), loss, gap, speed, alphas.get(v, "-")])
     return markdown(table, ["variant", "n", "val/loss", GAP, "tok/s, median (quartiles)", "alpha"])
 
 
