@@ -13,6 +13,7 @@ pandas.
 import math
 import shlex
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,10 +27,21 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
-from scripts.figures import STYLE, Figures
-from scripts.report import FinishedRun, collect, half_width, interval, markdown, spread, table_of, varying
+from scripts.figures import OTHER, STYLE, Figures
+from scripts.report import (
+    FinishedRun,
+    collect,
+    half_width,
+    interval,
+    markdown,
+    spread,
+    table_of,
+    varying,
+)
+from scripts.runs import NOT_THE_RUN, PAPER_ROWS
 
-MARKERS = "os^Dvp"
+MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
+FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
 
 
 @dataclass
@@ -49,6 +61,11 @@ def rows_of(
     not read it), seed, loss, scale of the last stream, and its gap to the variant `to` in % (nan for that
     variant, and without a partner). Raises: BadInput."""
     differ = [knob for knob in varying(table_of(finished)) if knob not in (*by, against)]
+    alike = defaultdict(list)
+    for run in finished:
+        alike[tuple(run.settings[knob] for knob in by)].append(run)
+    within = {knob for runs in alike.values() for knob in varying(table_of(runs))}
+    differ = [knob for knob in differ if knob in within or knob not in FOLLOW]
     if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
         values = sorted({str(run.point[odd[0]]) for run in finished})
         raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
@@ -84,7 +101,7 @@ def summary(table: pd.DataFrame, to="baseline") -> pd.DataFrame:
     for group in sorted(set(table.group), key=in_order):
         here = table[table.group == group]
         first = set(here.what[here.variant == to])
-        for what in sorted(set(here.what), key=lambda name: (name not in first, name)):
+        for what in sorted(set(here.what), key=lambda name: (name not in first, variant_index(name), name)):
             for value, same in here[here.what == what].groupby("against", dropna=False):
                 gaps = same.gap.dropna()
                 row = {"group": group, "what": what, "against": value, "n": len(same), "pairs": len(gaps)}
@@ -106,15 +123,30 @@ def table_text(found: pd.DataFrame, by: tuple[str, ...], against: str | None = N
     return markdown(rows, head)
 
 
+def variant_index(name: str) -> int:
+    """The place of a setting's variant in the papers' tables, behind them for another."""
+    rows = list(PAPER_ROWS)
+    return rows.index(variant) if (variant := name.split()[0]) in rows else len(rows)
+
+
 def looks(names: list[str]) -> list[dict]:
-    """For each setting a variant's own colour, or one that is left, and a marker."""
-    left = [colour for colour in COLOURS if colour not in [STYLE[name][0] for name in names if name in STYLE]]
-    others = [name for name in names if name not in STYLE]
-    found = []
-    for i, name in enumerate(names):
-        colour = STYLE[name][0] if name in STYLE else left[others.index(name) % len(left)]
-        found.append({"color": colour, "marker": MARKERS[i % len(MARKERS)], "label": name})
-    return found
+    """For each setting its variant's marker, and the variant's colour as long as no other here has it."""
+    colours = {}
+    for name in names:
+        own = STYLE.get(name.split()[0], OTHER)[0]
+        if own not in colours.values():
+            colours[name] = own
+    for name in names:
+        free = (colour for colour in COLOURS if colour not in colours.values())
+        colours.setdefault(name, next(free, OTHER[0]))
+    markers = [MARKERS[variant_index(name) % len(MARKERS)] for name in names]
+    return [{"color": colours[n], "marker": m, "label": n} for n, m in zip(names, markers, strict=True)]
+
+
+def bars(rows: pd.DataFrame) -> pd.Series | None:
+    """Half the intervals, nan for fewer than three pairs; None if there is none to draw."""
+    half = rows.half.where(rows.pairs > 2)
+    return None if half.isna().all() else half
 
 
 def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], to: str):
@@ -126,8 +158,8 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
         rows = found[found.what == name]
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
-        bars = {"linestyle": "none", "markersize": 4, "capsize": 2}
-        ax.errorbar(rows["mean"], at, xerr=rows.half.where(rows.pairs > 2), **look, **bars)
+        look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
+        ax.errorbar(rows["mean"], at, xerr=bars(rows), **look)
         for group, y in zip(rows.group, at, strict=True):
             pairs = table.gap[(table.group == group) & (table.what == name)]
             ax.plot(pairs, [y] * len(pairs), ".", color="#000000", markersize=2.5, zorder=3)
@@ -138,7 +170,8 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     ax.axvline(0, color="#000000", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
     ax.set_ylim(len(groups) - 0.5, -0.5)
-    axis = f"gap to {to} of the same seed, %: mean, 95% interval, pairs"
+    shown = "mean, pairs" if bars(found) is None else "mean, 95% interval, pairs"
+    axis = f"gap to {to} of the same seed, %: {shown}"
     ax.set(xlabel=axis + ("\n(logarithmic beyond 1)" if widest > 10 else ""), ylabel=",\n".join(by))
     figures.save(fig, "gaps", ax)
 
@@ -157,8 +190,8 @@ def draw_against(
         for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
             rows = here[here.what == name]
             x = rows.against + step * (2 * i - len(names) + 1)
-            bars = {"markersize": 4, "capsize": 2, "linewidth": 1.0}
-            ax.errorbar(x, rows["mean"], rows.half.where(rows.pairs > 2), **look, **bars)
+            look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
+            ax.errorbar(x, rows["mean"], bars(rows), **look)
             for value, at in zip(rows.against, x, strict=True):
                 of = (table.group == group) & (table.what == name) & (table.against == value)
                 ax.plot([at] * of.sum(), table.gap[of], ".", color=look["color"], markersize=2.5)
@@ -179,7 +212,12 @@ def main():
         raise BadInput(f"--by={unknown[0]}: train.py has no such knob")
     if k.against is not None and type(getattr(Config().resolve(), k.against, None)) not in (int, float):
         raise BadInput(f"--against={k.against}: not a knob of train.py that is one number")
+    if same := NOT_THE_RUN & {*k.by, k.against}:
+        instead = "; gate_end does" if "gate_end_ratio" in same else ""
+        raise BadInput(f"{min(same)} sets no runs apart{instead}")
     finished, left_out = collect(paths)
+    if k.to not in (there := sorted({run.variant for run in finished})):
+        raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
     table, out = rows_of(finished, k.by, k.against, k.to), Path(k.out)
     if table.gap.isna().all():
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")

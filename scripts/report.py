@@ -7,8 +7,9 @@ Each PATH is a run folder or a folder of runs. A run that cannot be used (no met
 unfinished, of another version, not finite, a second copy) is named in the report with the reason, and is left
 out of every number. Runs that differ in anything but the variant and the seed are never averaged: sizes,
 corpora, devices, versions of torch and lengths get tables of their own, lambda and the gate schedule a study
-each. --tuned=init,learning_rate names knobs in which the variants of one table may differ. Runs of other
-commits are named. Needs matplotlib and pandas.
+each. --tuned=init,learning_rate names knobs in which the variants of one table may differ: of several
+settings of a variant that with most seeds counts, then that with the lowest val/loss. Runs of other commits
+are named. Needs matplotlib and pandas.
 """
 
 import math
@@ -216,20 +217,21 @@ def split(runs: pd.DataFrame, columns: list[str]) -> dict[tuple, pd.DataFrame]:
     return groups
 
 
-def main_rows(runs: pd.DataFrame, options: list[str]) -> dict[str, pd.DataFrame]:
+def main_rows(runs: pd.DataFrame, options: list[str], tuned: tuple[str, ...] = ()) -> dict[str, pd.DataFrame]:
     """{variant: its runs by seed}; of several lambdas the paper's, of several gates the default, else the
-    setting with most seeds."""
+    setting with most seeds, and in the knobs that are tuned the best of those."""
     usual = asdict(Config()) | {"aux_weight": AUX_WEIGHT}
     rows = {}
     for variant in [*PAPER_ROWS, *sorted(set(runs.variant) - set(PAPER_ROWS))]:
         mine = runs[runs.variant == variant]
-        rank = (-1, 0)
+        best = (-1, 0, 0.0)
         rows[variant] = mine
         for values, same in split(mine, options).items():
-            at_default = sum(usual[knob] == value for knob, value in zip(options, values, strict=True))
-            if (at_default, len(same)) > rank:
-                rank = (at_default, len(same))
-                rows[variant] = same.sort_values("seed", kind="stable")
+            setting = {knob: value for knob, value in zip(options, values, strict=True) if knob not in tuned}
+            at_default = sum(usual[knob] == value for knob, value in setting.items())
+            rank = (at_default, len(same), -same["val/loss"].mean() if tuned else 0.0)
+            if rank > best:
+                best, rows[variant] = rank, same.sort_values("seed", kind="stable")
     return rows
 
 
@@ -360,9 +362,12 @@ def seeds_text(runs: pd.DataFrame) -> str:
 
 
 def knobs_text(runs: pd.DataFrame, knobs) -> str:
-    """The values of some knobs in runs that share them."""
-    point = runs.run.iloc[0].point if len(runs) else {}
-    return ", ".join(f"{k} {point[k]}" for k in knobs if point.get(k) is not None)
+    """The values of some knobs in runs that share them and read them."""
+    if runs.empty:
+        return ""
+    run = runs.run.iloc[0]
+    values = {k: run.settings.get(k, run.point[k]) for k in knobs if k in run.point}
+    return ", ".join(f"{k} {value}" for k, value in values.items() if value is not None)
 
 
 def few(names: list[str]) -> str:
@@ -558,17 +563,17 @@ def training_figures(figures: Figures, tag: str, rows: dict[str, list[FinishedRu
     return text
 
 
-def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options: list[str], tokens: int):
-    """Everything about runs that differ in variant, seed, length, lambda and schedule alone."""
+def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options: list[str], k: ReportKnobs):
+    """Everything about runs that differ in variant, seed, length, lambda, schedule and what is tuned."""
     by_steps, rows_at = {}, {}
     for (steps,), runs in split(group, ["max_iters"]).items():
-        chosen, gaps = main_rows(runs, options), {}
+        chosen, gaps = main_rows(runs, options, k.tuned), {}
         for column, to in (("gap", "baseline"), ("gap_to_aux", "baseline_aux")):
             base = chosen[to].set_index("seed")["val/loss"]
             # in % to the run of the same seed; nan where there is none
             gaps[column] = 100 * (runs["val/loss"] / runs.seed.map(base) - 1)
         by_steps[steps] = runs.assign(**gaps)
-        rows_at[steps] = main_rows(by_steps[steps], options)
+        rows_at[steps] = main_rows(by_steps[steps], options, k.tuned)
     chosen = max(rows_at, key=lambda steps: (sum(map(len, rows_at[steps].values())), steps))
     rows = rows_at[chosen]
     others = any(len(rows[v]) for v in OTHERS[1:])
@@ -581,7 +586,7 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
         "are far from the others."
     )
     text += training_figures(figures, tag, {v: list(runs.run) for v, runs in rows.items()}, others)
-    residual, alphas = residual_study(figures, f"residual{tag}", rows, tokens)
+    residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
     text += residual
     if others:
         text += ["### CoupledNorm's Table 1, and CBWC, at this scale", speed_table(rows, alphas)]
@@ -661,10 +666,10 @@ def write_csv(path: Path, table: pd.DataFrame):
         table.to_csv(f, index=False, lineterminator="\n")
 
 
-def run_table(runs: pd.DataFrame, differ: list[str]) -> pd.DataFrame:
+def run_table(runs: pd.DataFrame, differ: list[str], tuned: tuple[str, ...]) -> pd.DataFrame:
     """A row a run, for runs.csv: what it was and what it ended with."""
     knobs = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
-    knobs += [name for name in differ if name in READ_BY and name not in knobs]
+    knobs += [name for name in differ if (name in READ_BY or name in tuned) and name not in knobs]
     settings = pd.DataFrame([run.settings for run in runs.run], index=runs.index, dtype=object)
     return pd.concat([runs[["folder", "variant", "seed"]], settings[knobs], runs[ENDS]], axis=1)
 
@@ -676,6 +681,8 @@ def main():
         raise BadInput(f"name run folders, or folders of runs: {example}")
     if unknown := [knob for knob in k.tuned if knob not in Config.__dataclass_fields__]:
         raise BadInput(f"--tuned={unknown[0]}: train.py has no such knob")
+    if same := NOT_THE_RUN & set(k.tuned):
+        raise BadInput(f"--tuned={min(same)}: it sets no runs apart")
     finished, left_out = collect(paths)
     out = Path(k.out)
     figures = Figures(out)
@@ -691,10 +698,10 @@ def main():
     for number, group in enumerate(split(runs, sizes).values(), 1):
         title = knobs_text(group, sizes) or "Results"
         tag = f"_{number}" if sizes else ""
-        text += section(figures, title, tag, group, options, k.tokens)
+        text += section(figures, title, tag, group, options, k)
     with atomic_write(out / "report.md", "w") as f:
         f.write("\n\n".join(text) + "\n")
-    write_csv(out / "runs.csv", run_table(runs, differ))
+    write_csv(out / "runs.csv", run_table(runs, differ, k.tuned))
     write_csv(out / "curves.csv", pd.DataFrame(figures.points, columns=COLUMNS, dtype=object))
     written = f"{out / 'report.md'}, runs.csv, curves.csv and the figures"
     print(f"{len(finished)} runs, {len(left_out)} left out; wrote {written}")

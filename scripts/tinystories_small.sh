@@ -28,18 +28,19 @@ sweep() { # a study's folder, the grid: runs that look at the validation split a
 tapers=internal_aux,all_aux
 anchored=baseline_aux,$tapers
 fresh=9,10,11,12,13,14,15,16
+half=--gate_end_ratio=0.5 # said in each study, whatever a config file has
 
 rate() { # the learning rate, the baseline's and the tapers'
-    sweep rate --seed=1,2,3 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2
+    sweep rate --seed=1,2,3 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2 $half
 }
 
 rate_long() {
-    sweep rate_long --seed=1 --max_iters=8000 --variants=baseline --learning_rate=2e-3,6e-3
+    sweep rate_long --seed=1,2 --max_iters=8000 --variants=baseline,$anchored --learning_rate=2e-3,4e-3,6e-3 $half
 }
 
 controls() { # what a critic would give the baseline: weight decay, other first weights
-    sweep decay --seed=1,2 --variants=baseline,$anchored --weight_decay=0.1
-    sweep fan_in --seed=1,2 --variants=baseline,$anchored --init=fan_in --emb_scale=8
+    sweep decay --seed=1,2 --variants=baseline,$anchored --weight_decay=0.1 $half
+    sweep fan_in --seed=1,2 --variants=baseline,$anchored --init=fan_in --emb_scale=8 $half
 }
 
 gate() { # when the gate is down
@@ -48,7 +49,7 @@ gate() { # when the gate is down
 }
 
 gate_long() {
-    sweep gate_long --seed=1,2,3 --max_iters=8000 --variants=baseline,$anchored --gate_end_ratio=0.25,0.75,1
+    sweep gate_long --seed=1,2,3 --max_iters=8000 --variants=baseline,$anchored --gate_end_ratio=0.25,0.5,0.75,1
 }
 
 curve() { # by which curve, and with a learning rate that does not end at 0
@@ -57,20 +58,20 @@ curve() { # by which curve, and with a learning rate that does not end at 0
 }
 
 recipe() { # on seeds that chose nothing
-    sweep recipe --seed=$fresh,17,18,19,20 --variants=baseline,$anchored
+    sweep recipe --seed=$fresh,17,18,19,20 --variants=baseline,$anchored $half
 }
 
 recipe_long() {
-    sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored
+    sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored $half
 }
 
 width() { # twice as wide
-    sweep width --seed=1,2,3 --n_embd=128 --variants=baseline,$anchored
+    sweep width --seed=1,2,3 --n_embd=128 --variants=baseline,$anchored $half
 }
 
 variants() { # the other rows of the tables, and the tapers with the paper's gate
     local seeds=9,10,11,12,13,14
-    sweep variants --seed=$seeds --variants=internal,final,all,coupled,layernorm,cbwc
+    sweep variants --seed=$seeds --variants=internal,final,all,coupled,layernorm,cbwc $half
     sweep coupled_grad --seed=$seeds --variants=coupled --coupled_grad=True
     sweep paper --seed=$seeds --variants=internal,internal_aux,all,all_aux --gate_end_ratio=1
 }
@@ -78,7 +79,7 @@ variants() { # the other rows of the tables, and the tapers with the paper's gat
 dyt() { # a grid, one seed and half the steps: first weights, the embedding's scale, alpha, learning rate
     sweep dyt_here --seed=1 --max_iters=1000 --variants=baseline,dyt --learning_rate=1e-3,3e-3 \
         --dyt_alpha="None,(1,1,1),(2,2,2)"
-    sweep dyt --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=8,32,64 \
+    sweep dyt --seed=1 --max_iters=1000 --variants=baseline,dyt --init=fan_in --emb_scale=8,32,64 \
         --learning_rate=1e-3,3e-3 --dyt_alpha="None,(1,1,1),(2,2,2)"
     sweep dyt_alpha --seed=1 --max_iters=1000 --variants=dyt --init=fan_in --emb_scale=32,64 \
         --learning_rate=3e-3,6e-3 --dyt_alpha="(4,4,4),(4,4,1)"

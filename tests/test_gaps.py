@@ -155,10 +155,70 @@ def test_only_a_number_is_an_axis(knob, monkeypatch):
         gaps.main()
 
 
-@pytest.mark.parametrize(("by", "said"), [("mlpp", "no such knob"), ("seed", "no pair")])
-def test_what_makes_no_sense_is_refused(by, said, monkeypatch):
-    only = [r for r in grid() if r.variant == "coupled"] if by == "seed" else grid()
-    monkeypatch.setattr(gaps, "collect", lambda paths: (only, {}))
-    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", f"--by={by}"])
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--by=mlpp", "no such knob"),
+        ("--by=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),
+        ("--against=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),
+        ("--to=basline", "--to=basline: no run is that; there are baseline, coupled"),
+        ("--by=seed,mlp", "no pair"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flag, said, monkeypatch):
+    apart = [r for r in grid() if (r.variant == "coupled") == (r.seed == 1)] if "seed" in flag else grid()
+    monkeypatch.setattr(gaps, "collect", lambda paths: (apart, {}))
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", flag])
     with pytest.raises(BadInput, match=said):
         gaps.main()
+
+
+def test_to_reaches_the_table(monkeypatch, tmp_path):
+    only = [made for made in grid() if made.settings["mlp"] != "gelu" and not made.settings["coupled_grad"]]
+    monkeypatch.setattr(gaps, "collect", lambda paths: (only, {}))
+    monkeypatch.setattr("sys.argv", ["gaps.py", "out/x", "--by=mlp", "--to=coupled", f"--out={tmp_path}"])
+    gaps.main()
+    said = (tmp_path / "gaps.md").read_text()
+    assert said.startswith("# Gaps to coupled\n") and "| baseline | 3 |" in said
+    assert f"| 3 | {np.mean([-100 * g / (100 + g) for g in (2, 3, 4)]):+.2f} |" in said
+
+
+def test_a_schedule_that_scales_with_the_run_has_one_name():
+    """The gate is down at half of runs of two lengths; in one of them at a quarter as well."""
+    runs = []
+    for steps, ends in ((200, (100,)), (400, (200,)), (800, (200, 400))):
+        runs.append(run("rmsnorm", 1, 3.0, max_iters=steps))
+        for end in ends:
+            made = run("rmsnorm", 1, 3.1, max_iters=steps)
+            made.settings["gate_end"] = made.point["gate_end"] = end
+            made.variant = "internal"
+            runs.append(made)
+    names = set(gaps.rows_of(runs[:4], ("max_iters",)).what)
+    assert names == {"baseline", "internal"}
+    names = set(gaps.rows_of(runs[4:], ("max_iters",)).what)
+    assert names == {"baseline", "internal gate_end=200", "internal gate_end=400"}
+
+
+def test_a_variant_looks_alike_everywhere_and_settings_differ():
+    names = [
+        "baseline",
+        "internal",
+        "internal_aux",
+        "final",
+        "all",
+        "all_aux",
+        "coupled",
+        "layernorm",
+        "cbwc",
+    ]
+    found = {look["label"]: look for look in gaps.looks([*names, "all gate_end=1", "all gate_end=2", "new"])}
+    assert found["all_aux"] == gaps.looks(["all_aux"])[0]
+    assert found["internal_aux"]["marker"] == gaps.looks(["x", "internal_aux"])[1]["marker"]
+    pairs = {(look["color"], look["marker"]) for name, look in found.items() if "=" not in name}
+    assert len(pairs) == len(names) + 1 and found["all gate_end=1"]["marker"] == found["all"]["marker"]
+
+
+def test_bars_are_of_three_pairs_and_more():
+    found = gaps.summary(gaps.rows_of(grid(), ("mlp",)))
+    assert list(gaps.bars(found[found.what == "coupled coupled_grad=False"]).isna()) == [True, False]
+    assert gaps.bars(found[found.pairs == 2]) is None

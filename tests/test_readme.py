@@ -70,7 +70,7 @@ def test_the_ablation_example_is_a_config_file(tmp_path):
     (tmp_path / "ablation.py").write_text(code)
     config, _, _ = parse(Config, [str(tmp_path / "ablation.py")], files=True)
     config.resolve()
-    assert config.gate_start == config.max_iters // 2 and config.taper == "internal"
+    assert config.gate_start == config.max_iters // 4 and config.taper == "internal"
 
 
 def test_every_command_is_one_that_works():
@@ -207,7 +207,7 @@ def test_config_files_are_the_papers_setting():
             assert (c.weight_decay, c.grad_clip, c.ema_rate) == (0.0, 1.0, 0.01)
             assert c.warmup_iters == c.gate_start == steps // 20
             assert c.lr_decay_iters == steps and c.min_lr == 0
-            assert c.gate_end == (steps if "paper" in name else steps * 3 // 4)
+            assert c.gate_end == (steps if "paper" in name else steps // 2)
             assert (c.taper, c.aux_weight) == (("none", 0.0) if "base" in name else ("internal", 0.1))
             assert c.out_dir == f"out/{name}"
 

@@ -31,9 +31,11 @@ from tests.conftest import tiny
 LOSS = {v: 3 + 0.03 * i for i, v in enumerate(PAPER_ROWS)}  # of seed 0; seed s adds s / 10 to it
 
 
-def write_run(folder: Path, variant: str, seed: int, steps: int = 400, corpus=None, versions=None, **knobs):
-    """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 unless lambda
-    pulls. corpus, versions: what differs in its header. Returns its folder."""
+def write_run(
+    folder: Path, variant: str, seed: int, steps: int = 400, corpus=None, versions=None, worse=0.0, **knobs
+):
+    """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 + worse unless
+    lambda pulls. corpus, versions: what differs in its header. Returns its folder."""
     norm, taper, anchored = PAPER_ROWS[variant]
     knobs = {"aux_weight": 0.1 if anchored else 0.0, "dataset": "nowhere", "n_layer": 2, **knobs}
     cfg = Config(norm=norm, taper=taper, seed=seed, max_iters=steps, **knobs).resolve()
@@ -43,7 +45,7 @@ def write_run(folder: Path, variant: str, seed: int, steps: int = 400, corpus=No
     code |= versions or {}
     kinds = ("total", "qkv", "proj", "gate_up", "down", "emb", "norm")
     lines = [{"settings": asdict(cfg), "versions": code, "corpus": text, "parameters": 1234}]
-    loss = LOSS[variant] + seed / 10 + 0.01 * cfg.aux_weight
+    loss = LOSS[variant] + seed / 10 + worse + 0.01 * cfg.aux_weight
     for k in range(10, steps + 1, 10):
         t = k / steps
         falling = loss + 3 * math.exp(-5 * t)
@@ -126,7 +128,7 @@ def test_the_table_holds_means_deviations_and_gaps(small):
             within = f"{gaps.mean() - half:+.2f} to {gaps.mean() + half:+.2f}"
             assert pairs == ("-" if v == "baseline" else f"{gaps.mean():+.2f} ({within}; 3)")
             to_anchored = 100 * (ours / (LOSS["baseline_aux"] + 0.001 + seeds) - 1)
-            assert to_aux.startswith("-" if v == "baseline_aux" else f"{to_anchored.mean():+.2f} (")
+            assert to_aux.partition(" (")[0] == ("-" if v == "baseline_aux" else f"{to_anchored.mean():+.2f}")
 
 
 def test_every_figure_and_every_number_behind_it_is_written(small):
@@ -184,7 +186,7 @@ def test_figures_of_long_runs(tmp_path, monkeypatch):
             line["train/ce"] += line["iter"] // 10 % 4 + above  # a saw of period 4, of mean 1.5
     (tmp_path / "out").mkdir()
     canvas = Figures(tmp_path / "out")
-    report.section(canvas, "Results", "", report.table_of(runs), [], 4096)
+    report.section(canvas, "Results", "", report.table_of(runs), [], report.ReportKnobs())
     title = "Training loss, the last half"
     points = {p[2:4]: float(p[4]) for p in canvas.points if p[:2] == ("loss_others", title)}
     assert points["cbwc", "1000"] == pytest.approx(LOSS["cbwc"] + 0.15 + 1.5 + 3 * math.exp(-2.5), abs=0.01)
@@ -417,9 +419,23 @@ def test_tuned_knobs_make_no_second_table(undrawn, tmp_path, capsys):
     gap = np.mean([100 * (LOSS["dyt"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
     assert table(text, "Validation loss")["dyt"][3].startswith(f"{gap:+.2f} ")
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
-    with pytest.raises(SystemExit):
-        make(tmp_path / "out", runs, "--tuned=lr")
-    assert capsys.readouterr().err == "report.py: --tuned=lr: train.py has no such knob\n"
+    for bad, said in (("lr", "train.py has no such knob"), ("gate_end_ratio", "it sets no runs apart")):
+        with pytest.raises(SystemExit):
+            make(tmp_path / "out", runs, f"--tuned={bad}")
+        assert capsys.readouterr().err == f"report.py: --tuned={bad}: {said}\n"
+
+
+def test_of_tuned_settings_the_best_counts(undrawn, tmp_path):
+    """But not one of fewer seeds."""
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        for rate, worse in ((1e-3, 0.3), (4e-3, 0.0), (1e-2, 0.1)):
+            write_run(runs / f"b{rate}-{seed}", "baseline", seed, worse=worse, learning_rate=rate)
+    write_run(runs / "few", "baseline", 1, worse=-0.5, learning_rate=2e-3)
+    text = make(tmp_path / "out", runs, "--tuned=learning_rate")
+    assert "the table holds baseline: learning_rate 0.004." in text
+    assert table(text, "Validation loss")["baseline"][:2] == ["2", f"{LOSS['baseline'] + 0.15:.4f} ± 0.0707"]
+    assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
 
 
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
