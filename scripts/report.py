@@ -577,7 +577,7 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
     chosen = max(rows_at, key=lambda steps: (sum(map(len, rows_at[steps].values())), steps))
     rows = rows_at[chosen]
     others = any(len(rows[v]) for v in OTHERS[1:])
-    text = [f"## {title}", *loss_tables(rows_at, options)]
+    text = [f"## {title}", *loss_tables(rows_at, [*options, *(n for n in k.tuned if n not in options)])]
     text.append(
         f"The figures: {chosen:,} steps, seeds {seeds_text(by_steps[chosen])}. A line is the mean over "
         "seeds, a band their 2.5 to 97.5 percentiles, interpolated between the runs (of three seeds nearly "
