@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,9 @@ def rows_of(
 ) -> pd.DataFrame:
     """A row a run: its group (the values of `by`), what it is, the value of `against` (nan where the run does
     not read it), seed, loss, scale of the last stream, and its gap to the variant `to` in % (nan for that
-    variant, and without a partner). Raises: BadInput."""
+    variant, and without a partner). Where `to` reads `against` as well, pairs agree in it.
+
+    Raises: BadInput."""
     differ = [knob for knob in varying(table_of(finished)) if knob not in (*by, against)]
     alike = defaultdict(list)
     for run in finished:
@@ -78,12 +81,13 @@ def rows_of(
         rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
     table = pd.DataFrame(rows)
     base = table[table.variant == to]
-    twice = base[base.duplicated(["group", "seed"])]
+    keys = ["group", "seed", *(["against"] if base.against.notna().any() else [])]
+    twice = base[base.duplicated(keys)]
     if len(twice):
         first = twice.iloc[0]
         raise BadInput(f"{first.folder} is a second {to} of seed {first.seed}; name what differs in --by")
-    of = {(row.group, row.seed): row.loss for row in base.itertuples()}
-    partner = [of.get((row.group, row.seed), math.nan) for row in table.itertuples()]
+    of = dict(zip(base[keys].itertuples(index=False, name=None), base.loss, strict=True))
+    partner = [of.get(key, math.nan) for key in table[keys].itertuples(index=False, name=None)]
     gap = 100 * (table.loss / np.array(partner) - 1)
     return table.assign(gap=gap.where(table.variant != to))
 
@@ -180,28 +184,42 @@ def draw_against(
     out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...], to: str, against: str
 ):
     """The gaps over a knob's values, with the pairs they are of as small points and, of three pairs or more,
-    their intervals: a panel a group, a line a setting."""
-    figures, found = Figures(out), found[(found.pairs > 0) & found.against.notna()]
+    their intervals: a panel a group, a line a setting. Where `to` has values of the knob too, a row of panels
+    below has the losses."""
+    figures, found, table = Figures(out), found[found.against.notna()], table[table.against.notna()]
+    rows = ["gap", "loss"] if (table.variant == to).any() else ["gap"]
     groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
-    fig, axes = figures.axes(1, len(groups), 2.6)
-    for ax, group in zip(axes, groups, strict=True):
+    fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows))
+    for ax, (y, group) in zip(axes, product(rows, groups), strict=True):
         here = found[found.group == group]
-        step = np.ptp(here.against) / 60 / max(1, len(names) - 1)  # between bars, so that none hides another
+        low, high = here.against.min(), here.against.max()
+        wide = 0 < 10 * low <= high
         for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
-            rows = here[here.what == name]
-            x = rows.against + step * (2 * i - len(names) + 1)
+            line = here[here.what == name] if y == "loss" else here[(here.what == name) & (here.pairs > 0)]
+            runs = table[(table.group == group) & (table.what == name)]
+            aside = (2 * i - len(names) + 1) / 60 / max(1, len(names) - 1)  # so that no bar hides another
+            shift = {v: v * (high / low) ** aside if wide else v + (high - low) * aside for v in line.against}
+            means = [runs[y][runs.against == v].mean() for v in line.against]
             look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
-            ax.errorbar(x, rows["mean"], bars(rows), **look)
-            for value, at in zip(rows.against, x, strict=True):
-                of = (table.group == group) & (table.what == name) & (table.against == value)
-                ax.plot([at] * of.sum(), table.gap[of], ".", color=look["color"], markersize=2.5)
-        ax.axhline(0, color="#000000", linewidth=0.8)
-        title = ", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True))
-        ax.set(title=title, xlabel=against)
-        if ax is not axes[0]:
-            ax.sharey(axes[0])
-    axes[0].set_ylabel(f"gap to {to}\nof the same seed, %")
-    figures.save(fig, "gaps", axes[0])
+            if len(line):
+                ax.errorbar(shift.values(), means, bars(line) if y == "gap" else None, **look)
+            ax.plot(runs.against.map(shift), runs[y], ".", color=look["color"], markersize=2.5)
+        if wide:
+            ax.set_xscale("log")
+            values = sorted(set(here.against))
+            ax.set_xticks(values, [f"{v:g}" for v in values])
+            ax.xaxis.set_minor_locator(figures.plt.NullLocator())
+        if y == "gap":
+            ax.axhline(0, color="#000000", linewidth=0.8)
+            ax.set_title(", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True)))
+        if y == rows[-1]:
+            ax.set_xlabel(against)
+    for first, y in zip(axes[:: len(groups)], rows, strict=True):
+        first.set_ylabel(f"gap to {to}\nof the same seed, %" if y == "gap" else "val/loss")
+    for i, ax in enumerate(axes):
+        if i % len(groups):
+            ax.sharey(axes[i - i % len(groups)])
+    figures.save(fig, "gaps", axes[-1])
 
 
 def main():

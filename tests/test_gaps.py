@@ -222,3 +222,32 @@ def test_bars_are_of_three_pairs_and_more():
     found = gaps.summary(gaps.rows_of(grid(), ("mlp",)))
     assert list(gaps.bars(found[found.what == "coupled coupled_grad=False"]).isna()) == [True, False]
     assert gaps.bars(found[found.pairs == 2]) is None
+
+
+def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp_path):
+    """Losses of two baselines and two others at three rates; the last rate has one seed alone."""
+    runs = []
+    for seed in (1, 2):
+        for rate, loss in ((1e-3, 4.0), (3e-3, 3.0), (1e-2, 5.0))[: 4 - seed]:
+            runs.append(run("rmsnorm", seed, loss + seed, learning_rate=rate))
+            runs.append(run("layernorm", seed, (loss + seed) * (1 + rate), learning_rate=rate))
+    for made in runs:
+        made.folder = Path(f"{made.folder}-{made.settings['learning_rate']}")
+    with pytest.raises(BadInput, match=r"second baseline of seed 1; name what differs"):
+        gaps.rows_of(runs, ("max_iters",), "gate_end")
+    found = gaps.summary(gaps.rows_of(runs, ("max_iters",), "learning_rate"))
+    gap = {row.against: (row.mean, row.pairs) for row in found.itertuples() if row.what == "layernorm"}
+    assert {rate: pairs for rate, (_, pairs) in gap.items()} == {1e-3: 2, 3e-3: 2, 1e-2: 1}
+    assert all(mean == pytest.approx(100 * rate) for rate, (mean, _) in gap.items())
+    monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {}))
+    monkeypatch.setattr("sys.argv", ["gaps.py", "out/x", "--against=learning_rate", f"--out={tmp_path}"])
+    drawn = []
+    monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: drawn.extend(fig.axes))
+    gaps.main()
+    of_gaps, of_losses = ({line.get_label(): line.lines[0] for line in ax.containers} for ax in drawn)
+    assert set(of_gaps) == {"layernorm"} and list(of_gaps["layernorm"].get_ydata()) == pytest.approx(
+        [0.1, 0.3, 1]
+    )
+    assert set(of_losses) == {"baseline", "layernorm"}
+    assert list(of_losses["baseline"].get_ydata()) == pytest.approx([5.5, 4.5, 6.0])
+    assert drawn[0].get_xscale() == "log"
