@@ -10,6 +10,15 @@
 # AMX. All is kept in data/ and out/small/: the same call goes on after an interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+all=(rate rate_long controls gate gate_long curve recipe recipe_long width variants dyt)
+[ $# -gt 0 ] || set -- "${all[@]}"
+for study in "$@"; do
+    case " ${all[*]} " in
+        *" $study "*) ;;
+        *) echo "no study $study: ${all[*]}" >&2; exit 2 ;;
+    esac
+done
+
 corpus=$PWD/data/tinystories_2k
 if [ ! -e "$corpus/meta.json" ]; then
     STORIES=$(realpath "${STORIES:?name a folder}")
@@ -87,11 +96,4 @@ dyt() { # a grid, one seed and half the steps: first weights, the embedding's sc
         --learning_rate=3e-3 --dyt_alpha="(0.5,0.5,2),(1,1,4),(2,2,4)"
 }
 
-all=(rate rate_long controls gate gate_long curve recipe recipe_long width variants dyt)
-[ $# -gt 0 ] || set -- "${all[@]}"
-for study in "$@"; do
-    case " ${all[*]} " in
-        *" $study "*) "$study" ;;
-        *) echo "no study $study: ${all[*]}" >&2; exit 2 ;;
-    esac
-done
+for study in "$@"; do "$study"; done

@@ -372,6 +372,52 @@ def test_a_failed_run_does_not_keep_gpu_sweep_from_its_report(tmp_path):
     assert run.returncode == 3 and (tmp_path / "said").read_text() == "scripts/sweep.py\nscripts/report.py\n"
 
 
+def test_a_gate_has_one_identity_however_its_end_is_said():
+    """At a step or as a share of the run; a gate that ends with the run is another."""
+    identities = []
+    for flag in ("--gate_end=30", "--gate_end_ratio=0.75", "--gate_end_ratio=1"):
+        (run,) = sweep.grid(*sweep.read_command([*TINY, "--variants=internal", flag]))
+        identities.append(runs.identity(run.settings))
+    assert identities[0] == identities[1] != identities[2]
+
+
+STUDIES = {
+    "rate": 60, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
+    "recipe": 48, "recipe_long": 32, "width": 12, "variants": 36 + 6 + 24, "dyt": 8 + 24 + 8 + 6,
+}  # fmt: skip
+
+
+def test_every_study_of_the_small_config_can_be_planned(tmp_path, monkeypatch):
+    """The calls that tinystories_small.sh makes, and the runs that these come to, without one."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$SAID"\n')
+    python.chmod(0o755)
+    env = {"STORIES": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"JOBS": "3", "FLAGS": "--compile=True --dtype=bfloat16"}
+    call_it = {"cwd": ROOT, "capture_output": True, "text": True}
+    monkeypatch.chdir(ROOT)
+    folders = set()
+    for study, runs_there in STUDIES.items():
+        said = tmp_path / study
+        command, planned = ["bash", "scripts/tinystories_small.sh", study], []
+        subprocess.run(command, env=os.environ | env | {"SAID": str(said)}, check=True, **call_it)
+        for call in said.read_text().split("\n\n")[:-1]:
+            script, *argv = call.split("\n")
+            if script != "scripts/sweep.py":
+                assert script.endswith("data/tinystories/prepare.py")
+                continue
+            k, files, axes = sweep.read_command(argv)
+            assert k.jobs == 3 and axes["dtype"] == ["bfloat16"] and k.out not in folders, argv
+            folders.add(k.out)
+            planned += sweep.grid(k, files, axes)
+        assert len(planned) == runs_there, study
+        for run in planned:
+            tapers = run.settings["taper"] != "none"
+            assert tapers == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
+    wrong = subprocess.run([*command[:2], "gates"], env=os.environ | env, **call_it)
+    assert wrong.returncode == 2 and wrong.stderr == f"no study gates: {' '.join(STUDIES)}\n"
+
+
 def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
     with hold_folder(tmp_path / "out"):
         assert run_sweep(monkeypatch, *TINY, f"--out={tmp_path}/out") == 2
