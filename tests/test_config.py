@@ -512,7 +512,10 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
             "gate_start < gate_end <= max_iters, not 60, 50",
         ),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
-        (["--taper=all", "--gate_end_ratio=0.05"], "gate_start < gate_end <= max_iters, not 500, 500, 10000"),
+        (
+            ["--taper=all", "--gate_end_ratio=0.05"],
+            "500, 500, 10000; gate_end_ratio=0.05 of max_iters is gate_end",
+        ),
         (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
