@@ -276,10 +276,12 @@ class Figures:
         fig, axes = self.axes(1, len(panels), 2.9)
         for ax, (y_label, curves, level) in zip(axes, panels, strict=True):
             ticks = sorted({float(x) for points in curves.values() for x, _ in points})
+            variants = [curve_name.partition(",")[0] for curve_name in curves]
             for i, (curve_name, points) in enumerate(curves.items()):
                 x = np.array([x for x, _ in points], float)
                 rows = [np.asarray(values, float) for _, values in points]
-                colour, line = STYLE.get(curve_name, list(STYLE.values())[1 + i % 5])
+                own = STYLE.get(variants[i]) if variants.count(variants[i]) == 1 else None
+                colour, line = own or list(STYLE.values())[1 + i % 5]
                 mean = np.array([values.mean() for values in rows])
                 low, high = np.array([np.percentile(values, (2.5, 97.5)) for values in rows]).T
                 counts = [len(values) for values in rows]
