@@ -206,7 +206,8 @@ def draw_against(
             ax.plot(runs.against.map(shift), runs[y], ".", color=look["color"], markersize=2.5)
         if wide:
             ax.set_xscale("log")
-            values = sorted(set(here.against))
+        values = sorted(set(here.against))
+        if len(values) < 9:
             ax.set_xticks(values, [f"{v:g}" for v in values])
             ax.xaxis.set_minor_locator(figures.plt.NullLocator())
         if y == "gap":
