@@ -112,9 +112,11 @@ class Config(ModelKnobs):
                 raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
             if not self.gate_start < self.gate_end <= self.max_iters:
                 steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
-                by_ratio = self.gate_end == max(1, round(self.gate_end_ratio * self.max_iters))
-                of = f"; gate_end_ratio={self.gate_end_ratio} of max_iters is gate_end" if by_ratio else ""
-                raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{of}")
+                early = (
+                    self.gate_end == max(1, round(self.gate_end_ratio * self.max_iters)) <= self.gate_start
+                )
+                why = f"; gate_end_ratio={self.gate_end_ratio} puts gate_end there" if early else ""
+                raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
         self.resolve_distillation()
         return self
 

@@ -55,6 +55,12 @@ class Gaps:
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
+def scales(knob: str, finished: list[FinishedRun]) -> bool:
+    """Whether a step of the schedule comes at one share of every run that reads it."""
+    settings = [run.settings for run in finished if knob in run.point]
+    return knob in FOLLOW and len({round(c[knob] / c["max_iters"], 3) for c in settings}) == 1
+
+
 def rows_of(
     finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None, to="baseline"
 ) -> pd.DataFrame:
@@ -68,7 +74,7 @@ def rows_of(
     for run in finished:
         alike[tuple(run.settings[knob] for knob in by)].append(run)
     within = {knob for runs in alike.values() for knob in varying(table_of(runs))}
-    differ = [knob for knob in differ if knob in within or knob not in FOLLOW]
+    differ = [knob for knob in differ if knob in within or not scales(knob, finished)]
     if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
         values = sorted({str(run.point[odd[0]]) for run in finished})
         raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
@@ -77,7 +83,8 @@ def rows_of(
         own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
         row = {"group": tuple(run.settings[knob] for knob in by), "what": " ".join([run.variant, *own])}
         row |= {"variant": run.variant, "seed": run.seed, "loss": run.loss}
-        row["against"] = run.settings[against] if against in run.point else math.nan
+        value = run.settings[against] if against in run.point else None
+        row["against"] = math.nan if value is None else value
         rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
     table = pd.DataFrame(rows)
     base = table[table.variant == to]
@@ -197,7 +204,9 @@ def draw_against(
         for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
             line = here[here.what == name] if y == "loss" else here[(here.what == name) & (here.pairs > 0)]
             runs = table[(table.group == group) & (table.what == name)]
-            aside = (2 * i - len(names) + 1) / 60 / max(1, len(names) - 1)  # so that no bar hides another
+            aside = (2 * i - len(names) + 1) / 80 / max(1, len(names) - 1)  # so that no bar hides another
+            if y == "loss":
+                aside = 0
             shift = {v: v * (high / low) ** aside if wide else v + (high - low) * aside for v in line.against}
             means = [runs[y][runs.against == v].mean() for v in line.against]
             look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
@@ -220,6 +229,7 @@ def draw_against(
     for i, ax in enumerate(axes):
         if i % len(groups):
             ax.sharey(axes[i - i % len(groups)])
+        ax.set_xlim(axes[i % len(groups)].get_xlim())
     figures.save(fig, "gaps", axes[-1])
 
 
@@ -227,14 +237,18 @@ def main():
     k, _, paths = parse(Gaps, sys.argv[1:], usage=__doc__)
     if not paths:
         raise BadInput("name folders of runs: python scripts/gaps.py out/small --by=max_iters")
-    if unknown := [knob for knob in k.by if knob not in {f.name for f in fields(Config)}]:
+    knobs = {f.name for f in fields(Config)}
+    if unknown := [knob for knob in k.by if knob not in knobs]:
         raise BadInput(f"--by={unknown[0]}: train.py has no such knob")
-    if k.against is not None and type(getattr(Config().resolve(), k.against, None)) not in (int, float):
-        raise BadInput(f"--against={k.against}: not a knob of train.py that is one number")
+    if k.against is not None and k.against not in knobs:
+        raise BadInput(f"--against={k.against}: train.py has no such knob")
     if same := NOT_THE_RUN & {*k.by, k.against}:
         instead = "; gate_end does" if "gate_end_ratio" in same else ""
         raise BadInput(f"{min(same)} sets no runs apart{instead}")
     finished, left_out = collect(paths)
+    values = [run.settings[k.against] for run in finished] if k.against else []
+    if odd := [value for value in values if value is not None and type(value) not in (int, float)]:
+        raise BadInput(f"--against={k.against}: {odd[0]} is not a number")
     if k.to not in (there := sorted({run.variant for run in finished})):
         raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
     table, out = rows_of(finished, k.by, k.against, k.to), Path(k.out)

@@ -219,19 +219,19 @@ def split(runs: pd.DataFrame, columns: list[str]) -> dict[tuple, pd.DataFrame]:
 
 def main_rows(runs: pd.DataFrame, options: list[str], tuned: tuple[str, ...] = ()) -> dict[str, pd.DataFrame]:
     """{variant: its runs by seed}; of several lambdas the paper's, of several gates the default, else the
-    setting with most seeds, and in the knobs that are tuned the best of those."""
+    setting with most seeds, and in the knobs that are tuned alone the best of those."""
     usual = asdict(Config()) | {"aux_weight": AUX_WEIGHT}
     rows = {}
     for variant in [*PAPER_ROWS, *sorted(set(runs.variant) - set(PAPER_ROWS))]:
         mine = runs[runs.variant == variant]
-        best = (-1, 0, 0.0)
+        given, best = [knob for knob in options if knob not in tuned], (-1, 0)
         rows[variant] = mine
-        for values, same in split(mine, options).items():
-            setting = {knob: value for knob, value in zip(options, values, strict=True) if knob not in tuned}
-            at_default = sum(usual[knob] == value for knob, value in setting.items())
-            rank = (at_default, len(same), -same["val/loss"].mean() if tuned else 0.0)
-            if rank > best:
-                best, rows[variant] = rank, same.sort_values("seed", kind="stable")
+        for values, alike in split(mine, given).items() if len(mine) else ():
+            at_default = sum(usual[knob] == value for knob, value in zip(given, values, strict=True))
+            tried = split(alike, [knob for knob in options if knob in tuned]).values()
+            same = max(tried, key=lambda runs: (len(runs), -runs["val/loss"].mean()))
+            if (at_default, len(same)) > best:
+                best, rows[variant] = (at_default, len(same)), same.sort_values("seed", kind="stable")
     return rows
 
 
@@ -510,6 +510,7 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
     if "aux_weight" in vary:
         study = lambda_study(figures, f"lambda{name}", runs, options, base)
         text += [f"### Lambda, {steps:,} steps", *study]
+    free = [k for k in options if k in vary and k not in READ_BY and k != "aux_weight"]  # that are tuned
     for reader in dict.fromkeys(READ_BY.values()):
         knobs = [k for k in options if k in vary and READ_BY.get(k) is reader]
         if knobs:
@@ -517,6 +518,7 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
             title = "Schedule of the taper" if of_gate else ", ".join(knobs)
             figure = ("schedule" if of_gate else knobs[0]) + name
             readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
+            knobs += [k for k in free if readers[k].nunique(dropna=False) > 1]
             text += [f"### {title}, {steps:,} steps", *schedule_study(figures, figure, readers, knobs)]
     return text
 
@@ -534,7 +536,7 @@ def loss_tables(rows_at: dict[int, dict[str, pd.DataFrame]], options: list[str])
         settings = {v: knobs_text(runs, options) for v, runs in rows.items()}
         told = [f"{v}: {said}" for v, said in settings.items() if said]
         if told:
-            text.append(f"Of several settings the table holds {'; '.join(told)}.")
+            text.append(f"Settings in which the rows differ: {'; '.join(told)}.")
     text.append(
         "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
         "same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline "
@@ -577,7 +579,11 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
     chosen = max(rows_at, key=lambda steps: (sum(map(len, rows_at[steps].values())), steps))
     rows = rows_at[chosen]
     others = any(len(rows[v]) for v in OTHERS[1:])
-    text = [f"## {title}", *loss_tables(rows_at, [*options, *(n for n in k.tuned if n not in options)])]
+    text = [f"## {title}"]
+    if k.tuned:
+        how = "was chosen by the very losses that the table gives, where several were tried"
+        text.append(f"The best value of {', '.join(k.tuned)} {how}.")
+    text += loss_tables(rows_at, [*options, *(n for n in k.tuned if n not in options)])
     text.append(
         f"The figures: {chosen:,} steps, seeds {seeds_text(by_steps[chosen])}. A line is the mean over "
         "seeds, a band their 2.5 to 97.5 percentiles, interpolated between the runs (of three seeds nearly "
@@ -681,8 +687,9 @@ def main():
         raise BadInput(f"name run folders, or folders of runs: {example}")
     if unknown := [knob for knob in k.tuned if knob not in Config.__dataclass_fields__]:
         raise BadInput(f"--tuned={unknown[0]}: train.py has no such knob")
-    if same := NOT_THE_RUN & set(k.tuned):
-        raise BadInput(f"--tuned={min(same)}: it sets no runs apart")
+    if same := (SKIP - {"aux_weight"}) & set(k.tuned):
+        instead = "; gate_end does" if "gate_end_ratio" in same else ""
+        raise BadInput(f"--tuned={min(same)}: it sets no runs apart{instead}")
     finished, left_out = collect(paths)
     out = Path(k.out)
     figures = Figures(out)

@@ -514,7 +514,7 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
         (
             ["--taper=all", "--gate_end_ratio=0.05"],
-            "500, 500, 10000; gate_end_ratio=0.05 of max_iters is gate_end",
+            "500, 500, 10000; gate_end_ratio=0.05 puts gate_end there",
         ),
         (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),

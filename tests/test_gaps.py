@@ -148,10 +148,19 @@ def test_a_knob_that_no_run_reads_is_no_axis(monkeypatch, tmp_path):
         gaps.main()
 
 
-@pytest.mark.parametrize("knob", ["gate_schedule", "dyt_alpha", "coupled_grad", "nonsense"])
-def test_only_a_number_is_an_axis(knob, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", f"--against={knob}"])
-    with pytest.raises(BadInput, match=f"--against={knob}: not a knob of train.py that is one number"):
+@pytest.mark.parametrize(
+    ("knob", "said"),
+    [
+        ("gate_schedule", "cosine is not a number"),
+        ("dyt_alpha", "no run reads it"),
+        ("coupled_grad", "False is not a number"),
+        ("nonsense", "train.py has no such knob"),
+    ],
+)
+def test_only_a_number_is_an_axis(knob, said, monkeypatch):
+    monkeypatch.setattr(gaps, "collect", lambda paths: (grid(), {}))
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", "--by=mlp", f"--against={knob}"])
+    with pytest.raises(BadInput, match=f"^--against={knob}: {said}$"):
         gaps.main()
 
 
@@ -195,6 +204,9 @@ def test_a_schedule_that_scales_with_the_run_has_one_name():
             runs.append(made)
     names = set(gaps.rows_of(runs[:4], ("max_iters",)).what)
     assert names == {"baseline", "internal"}
+    at_a_quarter = [runs[0], runs[1], runs[4], runs[5]]
+    names = set(gaps.rows_of(at_a_quarter, ("max_iters",)).what)
+    assert names == {"baseline", "internal gate_end=100", "internal gate_end=200"}
     names = set(gaps.rows_of(runs[4:], ("max_iters",)).what)
     assert names == {"baseline", "internal gate_end=200", "internal gate_end=400"}
 

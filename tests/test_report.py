@@ -419,7 +419,9 @@ def test_tuned_knobs_make_no_second_table(undrawn, tmp_path, capsys):
     gap = np.mean([100 * (LOSS["dyt"] + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
     assert table(text, "Validation loss")["dyt"][3].startswith(f"{gap:+.2f} ")
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
-    for bad, said in (("lr", "train.py has no such knob"), ("gate_end_ratio", "it sets no runs apart")):
+    apart = "it sets no runs apart"
+    unknown = ("lr", "train.py has no such knob")
+    for bad, said in (unknown, ("seed", apart), ("gate_end_ratio", f"{apart}; gate_end does")):
         with pytest.raises(SystemExit):
             make(tmp_path / "out", runs, f"--tuned={bad}")
         assert capsys.readouterr().err == f"report.py: --tuned={bad}: {said}\n"
@@ -433,9 +435,25 @@ def test_of_tuned_settings_the_best_counts(undrawn, tmp_path):
             write_run(runs / f"b{rate}-{seed}", "baseline", seed, worse=worse, learning_rate=rate)
     write_run(runs / "few", "baseline", 1, worse=-0.5, learning_rate=2e-3)
     text = make(tmp_path / "out", runs, "--tuned=learning_rate")
-    assert "the table holds baseline: learning_rate 0.004." in text
+    assert "Settings in which the rows differ: baseline: learning_rate 0.004." in text
+    assert "The best value of learning_rate was chosen by the very losses" in text
     assert table(text, "Validation loss")["baseline"][:2] == ["2", f"{LOSS['baseline'] + 0.15:.4f} ± 0.0707"]
     assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
+
+
+def test_a_study_of_gates_does_not_mix_tuned_rates(undrawn, tmp_path):
+    """Two gates at two rates are four rows."""
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        write_run(runs / f"b{seed}", "baseline", seed)
+        for rate, end, worse in ((1e-3, 100, 0.5), (1e-3, 200, 0.4), (4e-3, 100, 0.3), (4e-3, 200, 0.2)):
+            knobs = {"learning_rate": rate, "gate_end": end, "worse": worse}
+            write_run(runs / f"i{rate}-{end}-{seed}", "internal", seed, **knobs)
+    text = make(tmp_path / "out", runs, "--tuned=learning_rate")
+    study = text[text.index("### Schedule of the taper") :].splitlines()
+    rows = [line for line in study if line.startswith("| internal")]
+    assert len(rows) == 4 and all("| 2 | 1, 2 |" in row for row in rows)
+    assert sum("| 0.001 |" in row for row in rows) == 2
 
 
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):
