@@ -12,7 +12,7 @@ block_size = 512
 taper = "internal"  # the norms in the blocks go, the one before the head stays
 aux_weight = 0.1  # lambda
 ema_rate = 0.01  # mu
-gate_end_ratio = 0.5  # down at half of the run; in the longer runs of results/NOTES.md the paper's gate cost more
+gate_end_ratio = 0.5  # down at half of the run; the paper's gate cost more (results/NOTES.md)
 
 batch_size = 16  # 16 * 512 = 8,192 tokens a step
 max_iters = 1_000_000  # 8.2 G tokens
