@@ -64,10 +64,10 @@ def curve(runs: list, name: str, base: list = ()) -> tuple[np.ndarray, np.ndarra
 
 
 def smooth(values, width: int):
-    """Running mean over `width` log lines, fewer at the ends. (n, T) -> (n, T)."""
-    kernel = np.ones(width)
-    weight = np.convolve(np.ones(values.shape[-1]), kernel, "same")
-    return np.array([np.convolve(row, kernel, "same") / weight for row in values]).reshape(values.shape)
+    """Running median over `width` log lines, an odd number, fewer at the ends. (n, T) -> (n, T)."""
+    reach = width // 2
+    rows = [values[:, max(0, at - reach) : at + reach + 1] for at in range(values.shape[-1])]
+    return np.stack([np.median(row, -1) for row in rows], -1) if rows else values
 
 
 def styled_pyplot():
@@ -89,6 +89,17 @@ class Panel(NamedTuple):
     label: str = ""  # of the y axis
     less_baseline: bool = False  # the difference to the baseline's run of the same seed
     since: float = 0.0  # share of the run that comes before the frame
+
+
+def shades(colours: list[str]) -> list[str]:
+    """The colours, where one comes again as a mix of it with white; of a light one, with black."""
+    found = []
+    for i, colour in enumerate(colours):
+        rgb = np.array(list(bytes.fromhex(colour[1:])))
+        mixed = 0.7 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
+        other = 255 if rgb @ (0.3, 0.59, 0.11) < 140 else 0
+        found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
+    return found
 
 
 def rows_needed(cells: int, columns: int) -> int:
@@ -116,8 +127,9 @@ class Figures:
         ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
         ax.yaxis.set_minor_formatter(ticker.NullFormatter())
 
-    def draw(self, ax, figure: str, panel: str, name: str, x, values, width: int = 1, **more):
-        """Mean of values (n, T) over runs, with a band of their 2.5 to 97.5 percentiles, smoothed."""
+    def draw(self, ax, figure: str, panel: str, name: str, x, values, width: int = 1, each=False, **more):
+        """Mean of values (n, T) over runs, smoothed, with a band of their 2.5 to 97.5 percentiles, or with a
+        thin line for each run."""
         if not values.size:
             return
         y = smooth(values, width) if width > 1 else values
@@ -127,7 +139,9 @@ class Figures:
         if look["linestyle"] != "-":  # a dash over a line can be seen, one under it cannot
             look = {"zorder": 2.5, "linewidth": 1.6} | look
         ax.plot(x, mean, **look)
-        if len(y) > 1:
+        if each:
+            ax.plot(x, y.T, color=look["color"], linewidth=0.5, alpha=0.6)
+        elif len(y) > 1:
             ax.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
         rows = list(zip(x, mean, low, high, strict=True))
         for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
@@ -159,7 +173,7 @@ class Figures:
                 x, y = curve(rows.get(v, []), panel.metric, base)
                 if not y.size or (panel.less_baseline and not base):
                     continue
-                width = max(1, len(x) // 50)
+                width = len(x) // 50 | 1
                 self.draw(ax, name, panel.title, v, x, y, width=width)
                 late[v] = smooth(y, width)[:, int(len(x) * (panel.since or 0.05)) :]
                 if panel.since:
@@ -257,7 +271,7 @@ class Figures:
                 lines = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
                 for row, (what, colour, line) in enumerate(lines):
                     look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3, "label": what}
-                    self.draw(ax, name, variant, what, x, values[:, row], **look)
+                    self.draw(ax, name, variant, what, x, values[:, row], each=True, **look)
                 first = i % 4 == 0
                 label = "RMS (dimensionless)" if first else ""
                 ax.set(title=f"{variant} (n={len(values)})", xlabel="block", ylabel=label)
@@ -276,12 +290,12 @@ class Figures:
         fig, axes = self.axes(1, len(panels), 2.9)
         for ax, (y_label, curves, level) in zip(axes, panels, strict=True):
             ticks = sorted({float(x) for points in curves.values() for x, _ in points})
-            variants = [curve_name.partition(",")[0] for curve_name in curves]
+            styles = [STYLE.get(curve_name.partition(",")[0], OTHER) for curve_name in curves]
+            colours = shades([colour for colour, _ in styles])
             for i, (curve_name, points) in enumerate(curves.items()):
                 x = np.array([x for x, _ in points], float)
                 rows = [np.asarray(values, float) for _, values in points]
-                own = STYLE.get(variants[i]) if variants.count(variants[i]) == 1 else None
-                colour, line = own or list(STYLE.values())[1 + i % 5]
+                colour, line = colours[i], styles[i][1]
                 mean = np.array([values.mean() for values in rows])
                 low, high = np.array([np.percentile(values, (2.5, 97.5)) for values in rows]).T
                 counts = [len(values) for values in rows]

@@ -27,8 +27,7 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.plots import COLOURS
-from scripts.figures import OTHER, STYLE, Figures
+from scripts.figures import OTHER, STYLE, Figures, shades
 from scripts.report import (
     FinishedRun,
     collect,
@@ -140,18 +139,18 @@ def variant_index(name: str) -> int:
     return rows.index(variant) if (variant := name.split()[0]) in rows else len(rows)
 
 
-def looks(names: list[str]) -> list[dict]:
-    """For each setting its variant's marker, and the variant's colour as long as no other here has it."""
-    colours = {}
-    for name in names:
-        own = STYLE.get(name.split()[0], OTHER)[0]
-        if own not in colours.values():
-            colours[name] = own
-    for name in names:
-        free = (colour for colour in COLOURS if colour not in colours.values())
-        colours.setdefault(name, next(free, OTHER[0]))
-    markers = [MARKERS[variant_index(name) % len(MARKERS)] for name in names]
-    return [{"color": colours[n], "marker": m, "label": n} for n, m in zip(names, markers, strict=True)]
+def looks(found: pd.DataFrame) -> dict[str, dict]:
+    """{setting: how it is drawn}: its variant's marker, a shade of its variant's colour, its number of pairs
+    (of runs, for the one that the others are compared with)."""
+    names = list(dict.fromkeys(found.what))
+    colours = shades([STYLE.get(name.split()[0], OTHER)[0] for name in names])
+    drawn = {}
+    for name, colour in zip(names, colours, strict=True):
+        counts = found.pairs.where(found.pairs > 0, found.n)[found.what == name]
+        n = "-".join(str(count) for count in sorted({counts.min(), counts.max()}))
+        marker = MARKERS[variant_index(name) % len(MARKERS)]
+        drawn[name] = {"color": colour, "marker": marker, "label": f"{name} (n={n})"}
+    return drawn
 
 
 def bars(rows: pd.DataFrame) -> pd.Series | None:
@@ -164,12 +163,12 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     """Each gap with the pairs it is of as small points and, of three pairs or more, its interval; a line a
     group."""
     figures, found = Figures(out), found[found.pairs > 0]
-    groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
-    fig, (ax,) = figures.axes(1, 1, 1.0 + 0.15 * len(groups) * (len(names) + 1))
-    for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
+    groups, drawn = list(dict.fromkeys(found.group)), looks(found)
+    fig, (ax,) = figures.axes(1, 1, 1.0 + 0.15 * len(groups) * (len(drawn) + 1))
+    for i, (name, look) in enumerate(drawn.items()):
         rows = found[found.what == name]
-        at = [groups.index(group) + 0.7 * ((i + 0.5) / len(names) - 0.5) for group in rows.group]
-        look |= {"linestyle": "none", "markersize": 4, "capsize": 2}
+        at = [groups.index(group) + 0.7 * ((i + 0.5) / len(drawn) - 0.5) for group in rows.group]
+        look = look | {"linestyle": "none", "markersize": 4, "capsize": 2}
         ax.errorbar(rows["mean"], at, xerr=bars(rows), **look)
         for group, y in zip(rows.group, at, strict=True):
             pairs = table.gap[(table.group == group) & (table.what == name)]
@@ -195,21 +194,21 @@ def draw_against(
     below has the losses."""
     figures, found, table = Figures(out), found[found.against.notna()], table[table.against.notna()]
     rows = ["gap", "loss"] if (table.variant == to).any() else ["gap"]
-    groups, names = (list(dict.fromkeys(found[key])) for key in ("group", "what"))
+    groups, drawn = list(dict.fromkeys(found.group)), looks(found)
     fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows))
     for ax, (y, group) in zip(axes, product(rows, groups), strict=True):
         here = found[found.group == group]
         low, high = here.against.min(), here.against.max()
         wide = 0 < 10 * low <= high
-        for i, (name, look) in enumerate(zip(names, looks(names), strict=True)):
+        for i, (name, look) in enumerate(drawn.items()):
             line = here[here.what == name] if y == "loss" else here[(here.what == name) & (here.pairs > 0)]
             runs = table[(table.group == group) & (table.what == name)]
-            aside = (2 * i - len(names) + 1) / 80 / max(1, len(names) - 1)  # so that no bar hides another
+            aside = (2 * i - len(drawn) + 1) / 80 / max(1, len(drawn) - 1)  # so that no bar hides another
             if y == "loss":
                 aside = 0
             shift = {v: v * (high / low) ** aside if wide else v + (high - low) * aside for v in line.against}
             means = [runs[y][runs.against == v].mean() for v in line.against]
-            look |= {"markersize": 4, "capsize": 2, "linewidth": 1.0}
+            look = look | {"markersize": 4, "capsize": 2, "linewidth": 1.0}
             if len(line):
                 ax.errorbar(shift.values(), means, bars(line) if y == "gap" else None, **look)
             ax.plot(runs.against.map(shift), runs[y], ".", color=look["color"], markersize=2.5)

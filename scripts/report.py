@@ -587,9 +587,10 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
     text.append(
         f"The figures: {chosen:,} steps, seeds {seeds_text(by_steps[chosen])}. A line is the mean over "
         "seeds, a band their 2.5 to 97.5 percentiles, interpolated between the runs (of three seeds nearly "
-        "the range). Running mean over a fiftieth of the run. Axes are fitted to what follows the first "
-        "twentieth of it, or to the part shown; spikes leave the frame, and so do dyt and derf where they "
-        "are far from the others."
+        "the range). Running median over a fiftieth of the run, in which a spike of one line of the log does "
+        "not show. Axes are fitted to what follows the first twentieth of it, or to the part shown; longer "
+        "spikes leave the frame, and so do dyt and derf where they are far from the others. In the figure of "
+        "the residual stream a thin line is one run."
     )
     text += training_figures(figures, tag, {v: list(runs.run) for v, runs in rows.items()}, others)
     residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)

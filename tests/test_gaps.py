@@ -12,7 +12,9 @@ pytest.importorskip("pandas")
 from config import Config
 from nanonorm.errors import BadInput
 from scripts import gaps
+from scripts.figures import STYLE, shades
 from scripts.report import FinishedRun
+from scripts.runs import PAPER_ROWS
 
 
 def run(norm: str, seed: int, loss: float, **knobs) -> FinishedRun:
@@ -131,7 +133,7 @@ def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):
     monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: drawn.append(ax))
     gaps.main()
     (ax,) = drawn
-    lines = {line.get_label(): line for line in ax.containers}
+    lines = {line.get_label().split(" (")[0]: line for line in ax.containers}
     x, y = lines["internal"].lines[0].get_data()
     assert list(y) == pytest.approx([1.15, 2.15, 4.15]) and np.allclose(x, [50, 100, 200], atol=4)
     table = (tmp_path / "gaps.md").read_text()
@@ -212,22 +214,24 @@ def test_a_schedule_that_scales_with_the_run_has_one_name():
 
 
 def test_a_variant_looks_alike_everywhere_and_settings_differ():
-    names = [
-        "baseline",
-        "internal",
-        "internal_aux",
-        "final",
-        "all",
-        "all_aux",
-        "coupled",
-        "layernorm",
-        "cbwc",
-    ]
-    found = {look["label"]: look for look in gaps.looks([*names, "all gate_end=1", "all gate_end=2", "new"])}
-    assert found["all_aux"] == gaps.looks(["all_aux"])[0]
-    assert found["internal_aux"]["marker"] == gaps.looks(["x", "internal_aux"])[1]["marker"]
-    pairs = {(look["color"], look["marker"]) for name, look in found.items() if "=" not in name}
-    assert len(pairs) == len(names) + 1 and found["all gate_end=1"]["marker"] == found["all"]["marker"]
+    def looks(*names):
+        counts = {"pairs": [0, *(3 for _ in names[1:])], "n": [6] * len(names)}
+        return gaps.looks(gaps.pd.DataFrame({"what": names, **counts}))
+
+    found = looks(*PAPER_ROWS, "all gate_end=1", "all gate_end=2", "new")
+    for name in ("internal_aux", "layernorm", "dyt"):
+        first = next(v for v in PAPER_ROWS if STYLE[v][0] == STYLE[name][0])
+        assert found[first]["color"] == STYLE[name][0] == looks("x", name)[name]["color"]
+        assert found[name]["marker"] == looks("x", name)[name]["marker"]
+    assert len({(look["color"], look["marker"]) for look in found.values()}) == len(found)
+    assert found["all gate_end=1"]["marker"] == found["all"]["marker"]
+    assert found["baseline"]["label"] == "baseline (n=6)" and found["new"]["label"] == "new (n=3)"
+
+
+def test_shades_begin_with_the_colour_itself():
+    """Dark colours grow lighter, light ones darker; another colour is not touched."""
+    found = shades(["#0072B2", "#E69F00", "#0072B2", "#E69F00", "#000000"])
+    assert found == ["#0072B2", "#E69F00", "#B2D5E8", "#453000", "#000000"]
 
 
 def test_bars_are_of_three_pairs_and_more():
@@ -256,7 +260,9 @@ def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp
     drawn = []
     monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: drawn.extend(fig.axes))
     gaps.main()
-    of_gaps, of_losses = ({line.get_label(): line.lines[0] for line in ax.containers} for ax in drawn)
+    of_gaps, of_losses = (
+        {line.get_label().split(" (")[0]: line.lines[0] for line in ax.containers} for ax in drawn
+    )
     assert set(of_gaps) == {"layernorm"} and list(of_gaps["layernorm"].get_ydata()) == pytest.approx(
         [0.1, 0.3, 1]
     )
