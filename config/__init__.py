@@ -223,6 +223,10 @@ class Config(ModelKnobs):
         if self.gate_schedule == "sequential" and self.calibration == "least_squares":
             fixed = "least_squares fixes c and weight_tilde at gate_start, however late a norm goes"
             notes.append(f"{fixed}; with calibration=mean_scale they follow until then")
+        by_ratio = max(1, round(self.gate_end_ratio * self.max_iters))
+        if self.taper != "none" and self.gate_end_ratio < 1 and self.gate_end != by_ratio:
+            who = "gate_gaps set" if self.gate_schedule == "sequential" else "the settings have"
+            notes.append(f"{who} gate_end={self.gate_end}: gate_end_ratio={self.gate_end_ratio} is not read")
         return notes
 
     def resumed(self, explicit: set[str], run: "Config") -> "Config":

@@ -473,12 +473,17 @@ def test_resolve_fills_in_what_defaults_to_another_knob():
     config = set_by("--max_iters=2000", "--gate_start=7", "--taper=all").resolve()
     assert (config.warmup_iters, config.gate_start) == (100, 7)
     assert set_by("--max_iters=2000", "--gate_end_ratio=0.75").resolve().gate_end == 1500
-    assert set_by("--gate_end=500", "--gate_end_ratio=0.75").resolve().gate_end == 500
+    both = set_by("--gate_end=500", "--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all").resolve()
+    assert both.gate_end == 500
+    assert both.remarks() == ["the settings have gate_end=500: gate_end_ratio=0.75 is not read"]
+    for alike in (["--gate_end=1500"], ["--taper=none", "--gate_end=500"], []):
+        more = ["--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all", *alike]
+        assert set_by(*more).resolve().remarks() == []
     assert set_by("--gate_end_ratio=0", "--taper=none").resolve().gate_end == 1
     by_gaps = set_by(
         "--gate_end_ratio=0.1", "--taper=all", "--gate_schedule=sequential", "--gate_gaps=99,9,9"
     )
-    assert by_gaps.resolve().gate_end > 1000
+    assert by_gaps.resolve().gate_end > 1000 and "gate_gaps set gate_end" in by_gaps.remarks()[-1]
     assert dataclasses.asdict(config.resolve()) == dataclasses.asdict(config)  # once is enough
 
 
