@@ -163,8 +163,9 @@ class Figures:
 
     # --- metrics over the steps
 
-    def panels(self, name: str, panels: list[Panel], rows: dict, variants, columns: int = 2, height=3.2):
-        """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""
+    def panels(self, name: str, panels: list[Panel], rows: dict, variants, columns=2, height=3.2, each=False):
+        """A figure of metrics over steps; rows: {variant: runs}; a band over the runs, or each. Returns its
+        markdown."""
         fig, axes = self.axes(rows_needed(len(panels), columns), columns, height)
         for ax, panel in zip(axes, panels, strict=True):
             base = rows["baseline"] if panel.less_baseline else ()
@@ -174,7 +175,7 @@ class Figures:
                 if not y.size or (panel.less_baseline and not base):
                     continue
                 width = len(x) // 50 | 1
-                self.draw(ax, name, panel.title, v, x, y, width=width)
+                self.draw(ax, name, panel.title, v, x, y, width, each)
                 late[v] = smooth(y, width)[:, int(len(x) * (panel.since or 0.05)) :]
                 if panel.since:
                     ax.set_xlim(x[int(len(x) * panel.since)], x[-1])

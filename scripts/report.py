@@ -553,7 +553,7 @@ def training_figures(figures: Figures, tag: str, rows: dict[str, list[FinishedRu
     text.append(figures.panels(f"loss_tapers{tag}", LOSSES, rows, TAPERS))
     if others:
         text.append("### Training loss, other norms")
-        text.append(figures.panels(f"loss_others{tag}", LOSSES, rows, OTHERS))
+        text.append(figures.panels(f"loss_others{tag}", LOSSES, rows, OTHERS, each=True))
     text.append("### Logit norm (TaperNorm's Figure 3)")
     text.append(figures.panels(f"logits{tag}", SCALES, rows, TAPERS))
     text.append("### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)")
@@ -589,8 +589,8 @@ def section(figures: Figures, title: str, tag: str, group: pd.DataFrame, options
         "seeds, a band their 2.5 to 97.5 percentiles, interpolated between the runs (of three seeds nearly "
         "the range). Running median over a fiftieth of the run, in which a spike of one line of the log does "
         "not show. Axes are fitted to what follows the first twentieth of it, or to the part shown; longer "
-        "spikes leave the frame, and so do dyt and derf where they are far from the others. In the figure of "
-        "the residual stream a thin line is one run."
+        "spikes leave the frame, and so do dyt and derf where they are far from the others. In the figures "
+        "of other norms and of the residual stream a thin line is one run."
     )
     text += training_figures(figures, tag, {v: list(runs.run) for v, runs in rows.items()}, others)
     residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
