@@ -639,11 +639,6 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
     )
     corpora = dict.fromkeys(corpus.format(**h["corpus"]) for h in heads)
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
-    strays = []
-    for run in runs:
-        commit = str(run.head["versions"]["commit"])
-        if commit != commits[0][0]:
-            strays.append(f"{run.folder} ({commit[:12]})")
     changed = [text for run in runs for text in went_on(run)]
     lambdas = sorted({run.settings["aux_weight"] for run in runs} - {0})
     parameters = sorted({h["parameters"] for h in heads})
@@ -654,10 +649,8 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
         f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
         f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
         f"- Versions: {'; '.join(versions)}",
-        f"- Commits: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
+        f"- Commits, each run's in runs.csv: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
     ]
-    if strays:
-        text.append(f"- Of other commits: {', '.join(strays)}")
     if changed:
         text.append(f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}")
     if len(compiled) > 1:
@@ -674,11 +667,12 @@ def write_csv(path: Path, table: pd.DataFrame):
 
 
 def run_table(runs: pd.DataFrame, differ: list[str], tuned: tuple[str, ...]) -> pd.DataFrame:
-    """A row a run, for runs.csv: what it was and what it ended with."""
+    """A row a run, for runs.csv: what it was, what it ended with, and the commit that trained it."""
     knobs = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
     knobs += [name for name in differ if (name in READ_BY or name in tuned) and name not in knobs]
     settings = pd.DataFrame([run.settings for run in runs.run], index=runs.index, dtype=object)
-    return pd.concat([runs[["folder", "variant", "seed"]], settings[knobs], runs[ENDS]], axis=1)
+    table = pd.concat([runs[["folder", "variant", "seed"]], settings[knobs], runs[ENDS]], axis=1)
+    return table.assign(commit=[run.head["versions"]["commit"] for run in runs.run])
 
 
 def main():

@@ -511,8 +511,9 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
     where = f"{runs / 'e'} at step 200 (device gpu, threads 2)"
     assert f"- Resumed with something else (not the same run to the bit): {where}\n" in text
     assert "; 1,000 tokens for training" in text and "; 2,000 tokens for training" in text
-    assert f"- Commits: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n- Of other commits: " in text
-    assert f"- Of other commits: {runs / 'd'} (111111111111)\n" in text
+    assert f"- Commits, each run's in runs.csv: {'0' * 40}, 4 runs; {'1' * 40}, 1 runs\n" in text
+    written = csv.DictReader((tmp_path / "out" / "runs.csv").open())
+    assert [row["folder"] for row in written if row["commit"] == "1" * 40] == [str(runs / "d")]
     assert "- compile: None, 4 runs; True, 1 runs" in text
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     groups = ("1,000 + 100 tokens, torch 2", "1,000 + 100 tokens, torch 3", "2,000 + 100 tokens, torch 2")
