@@ -424,7 +424,8 @@ def lambda_study(figures: Figures, name: str, runs: pd.DataFrame, options: list[
 
 
 def schedule_study(figures: Figures, name: str, runs: pd.DataFrame, knobs: list[str]) -> list[str]:
-    """The variants' own knobs that vary, a row for each combination; drawn over the gate's if that varies."""
+    """The variants' own knobs that vary, a row for each combination; drawn over the gate's if that varies.
+    Nothing if no variant has two."""
     over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
     others = [k for k in knobs if k != over]
     resolved = {knob: pd.Series([r.settings[knob] for r in runs.run], runs.index, object) for knob in knobs}
@@ -444,6 +445,8 @@ def schedule_study(figures: Figures, name: str, runs: pd.DataFrame, knobs: list[
                 gaps = here.gap.dropna()
                 if over and len(gaps):
                     curves[curve].append((*x, gaps))
+    if not table:
+        return []
     text = [markdown(table, ["variant", *knobs, "lambda", "n", "seeds", "val/loss", GAP])]
     if curves:
         panels = [("gap to baseline, %", curves, 0)]
@@ -519,7 +522,8 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
             figure = ("schedule" if of_gate else knobs[0]) + name
             readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
             knobs += [k for k in free if readers[k].nunique(dropna=False) > 1]
-            text += [f"### {title}, {steps:,} steps", *schedule_study(figures, figure, readers, knobs)]
+            if study := schedule_study(figures, figure, readers, knobs):
+                text += [f"### {title}, {steps:,} steps", *study]
     return text
 
 

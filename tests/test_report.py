@@ -443,6 +443,16 @@ def test_of_tuned_settings_the_best_counts(undrawn, tmp_path):
     assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
 
 
+def test_a_knob_with_one_value_a_variant_is_no_study(undrawn, tmp_path):
+    runs = tmp_path / "runs"
+    for variant, alpha in (("dyt", (2.0, 2.0, 2.0)), ("derf", None)):
+        write_run(runs / variant, variant, 1, dyt_alpha=alpha)
+    text = make(tmp_path / "one", runs)
+    assert "- They differ in: variant, seed, dyt_alpha" in text and "### dyt_alpha" not in text
+    write_run(runs / "again", "dyt", 1, dyt_alpha=None)
+    assert len(table(make(tmp_path / "two", runs), "dyt_alpha, 400 steps")) > 0
+
+
 def test_a_study_of_gates_does_not_mix_tuned_rates(undrawn, tmp_path):
     """Two gates at two rates are four rows."""
     runs = tmp_path / "runs"
