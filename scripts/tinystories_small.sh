@@ -82,6 +82,9 @@ variants() { # the other rows of the tables, and the tapers with the paper's gat
     local seeds=9,10,11,12,13,14
     sweep variants --seed=$seeds --variants=internal,final,all,coupled,layernorm,cbwc $half
     sweep coupled_grad --seed=$seeds --variants=coupled --coupled_grad=True
+    sweep dyt_best --seed=9,10,11 --variants=dyt --init=fan_in --emb_scale=32 --dyt_alpha="(2,2,2)" \
+        --learning_rate=3e-3
+    sweep derf_best --seed=9,10,11 --variants=derf --init=fan_in --emb_scale=64 --learning_rate=3e-3
     sweep paper --seed=$seeds --variants=internal,internal_aux,all,all_aux --gate_end_ratio=1
 }
 
