@@ -10,7 +10,7 @@
 # AMX. All is kept in data/ and out/small/: the same call goes on after an interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all=(rate rate_long controls gate gate_long curve recipe recipe_long width variants dyt)
+all=(rate rate_long controls gate gate_long curve start unit recipe recipe_long width variants dyt)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for study in "$@"; do
     case " ${all[*]} " in
@@ -64,6 +64,16 @@ gate_long() {
 curve() { # by which curve, and with a learning rate that does not end at 0
     sweep linear --seed=1,2 --variants=$tapers --gate_schedule=linear --gate_end_ratio=0.5,0.75,1
     sweep floor --seed=1,2 --variants=baseline,$anchored --min_lr=1e-3 --gate_end_ratio=0.75,1
+}
+
+start() { # when the taper begins, and the anchor's target freezes: within the warmup, and after it
+    sweep start --seed=9,10,11 --variants=$anchored,internal --gate_start=25,400 $half
+    sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
+}
+
+unit() { # one lambda for the anchor in the scale's own units, at two widths
+    sweep relative --seed=9,10,11 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
+    sweep relative_128 --seed=1,2 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
 }
 
 recipe() { # on seeds that chose nothing
