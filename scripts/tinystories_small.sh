@@ -67,7 +67,9 @@ curve() { # by which curve, and with a learning rate that does not end at 0
 }
 
 start() { # when the taper begins, and the anchor's target freezes: within the warmup, and after it
-    sweep start --seed=9,10,11 --variants=$anchored,internal --gate_start=25,400 $half
+    sweep start --seed=9,10,11,12,13,14 --variants=$anchored --gate_start=25 $half
+    sweep start_late --seed=9,10,11 --variants=baseline_aux,internal_aux --gate_start=400 $half
+    sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # without the anchor
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
 }
 
