@@ -223,12 +223,13 @@ def draw_against(
             ax.set_title(", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True)))
         if y == rows[-1]:
             ax.set_xlabel(against)
-    for first, y in zip(axes[:: len(groups)], rows, strict=True):
-        first.set_ylabel(f"gap to {to}\nof the same seed, %" if y == "gap" else "val/loss")
     for i, ax in enumerate(axes):
         if i % len(groups):
             ax.sharey(axes[i - i % len(groups)])
         ax.set_xlim(axes[i % len(groups)].get_xlim())
+    for first, y in zip(axes[:: len(groups)], rows, strict=True):
+        first.set_ylabel(f"gap to {to}\nof the same seed, %" if y == "gap" else "val/loss")
+        first.autoscale(axis="y")  # over the row: what comes to share takes the limits that are there
     figures.save(fig, "gaps", axes[-1])
 
 

@@ -68,6 +68,8 @@ curve() { # by which curve, and with a learning rate that does not end at 0
 
 start() { # when the taper begins, and the anchor's target freezes: within the warmup, and after it
     sweep start --seed=9,10,11,12,13,14 --variants=$anchored --gate_start=25 $half
+    sweep start_6e-3 --seed=9,10,11,12,13,14 --learning_rate=6e-3 --variants=baseline_aux,internal_aux \
+        --gate_start=25 $half
     sweep start_late --seed=9,10,11 --variants=baseline_aux,internal_aux --gate_start=400 $half
     sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # without the anchor
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
@@ -75,7 +77,7 @@ start() { # when the taper begins, and the anchor's target freezes: within the w
 
 unit() { # one lambda for the anchor in the scale's own units, at two widths
     sweep relative --seed=9,10,11 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
-    sweep relative_128 --seed=1,2 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
+    sweep relative_128 --seed=1 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
 }
 
 recipe() { # on seeds that chose nothing
@@ -87,7 +89,7 @@ recipe_long() {
 }
 
 width() { # twice as wide
-    sweep width --seed=1,2,3 --n_embd=128 --variants=baseline,$anchored $half
+    sweep width --seed=1 --n_embd=128 --variants=$anchored $half
 }
 
 variants() { # the other rows of the tables, and the tapers with the paper's gate

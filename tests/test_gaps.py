@@ -234,6 +234,28 @@ def test_shades_begin_with_the_colour_itself():
     assert found == ["#0072B2", "#E69F00", "#B2D5E8", "#453000", "#000000"]
 
 
+def test_no_panel_cuts_what_another_does_not_reach(monkeypatch, tmp_path):
+    """Two groups by the learning rate; the second's gaps are ten times the first's."""
+    runs = []
+    for rate, times in ((1e-3, 1), (1e-2, 10)):
+        for made in gates():
+            loss = made.lines[-1]["val/loss"]
+            base = 3.0 + made.settings["seed"]
+            made.lines[-1]["val/loss"] = base + times * (loss - base)
+            made.settings["learning_rate"] = made.point["learning_rate"] = rate
+            made.folder = Path(f"{made.folder}-{rate}")
+            runs.append(made)
+    monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {}))
+    argv = ["gaps.py", "out/x", "--by=learning_rate", "--against=gate_end", f"--out={tmp_path}"]
+    monkeypatch.setattr("sys.argv", argv)
+    drawn = []
+    monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: drawn.extend(fig.axes))
+    gaps.main()
+    assert len(drawn) == 2 and drawn[0].get_ylim() == drawn[1].get_ylim()
+    low, high = drawn[0].get_ylim()
+    assert low < -39 and high > 42
+
+
 def test_bars_are_of_three_pairs_and_more():
     found = gaps.summary(gaps.rows_of(grid(), ("mlp",)))
     assert list(gaps.bars(found[found.what == "coupled coupled_grad=False"]).isna()) == [True, False]
