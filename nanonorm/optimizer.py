@@ -1,12 +1,13 @@
 """The optimizer of a run, and how large the gradients are that it is given."""
 
+import math
 import re
 
 import torch
 
-KINDS = {  # of weights -> what their names match
-    "qkv": r"attn\.qkv.*weight", "proj": r"attn\.proj.*weight", "gate_up": r"mlp\.(gate_)?up.*weight",
-    "down": r"mlp\.down.*weight", "emb": r"tok_emb\.weight", "norm": r"norm_",
+KINDS = {  # of weights -> what their names begin with; a norm's gains and shift are one
+    "qkv": r".*attn\.qkv.*weight", "proj": r".*attn\.proj.*weight", "gate_up": r".*mlp\.(gate_)?up.*weight",
+    "down": r".*mlp\.down.*weight", "emb": r".*tok_emb\.weight", "norm": r".*norm_\w+",
 }  # fmt: skip
 
 
@@ -25,7 +26,11 @@ def make_optimizer(model, cfg, device: torch.device) -> torch.optim.AdamW:
 def grad_norms(names: list[str], norms) -> dict[str, float]:
     """The mean gradient norm of each kind of weight, over blocks mostly, and that of all. norms: (names)"""
     out = {"grad/total": torch.linalg.vector_norm(norms).item()}
+    each = dict(zip(names, norms.tolist(), strict=True))
     for kind, pattern in KINDS.items():
-        of_kind = [i for i, name in enumerate(names) if re.search(pattern, name)]
-        out[f"grad/{kind}"] = norms[of_kind].mean().item() if of_kind else 0.0
+        parts = {}  # of one weight, or of one norm
+        for name, size in each.items():
+            if found := re.match(pattern, name):
+                parts.setdefault(found[0], []).append(size)
+        out[f"grad/{kind}"] = sum(math.hypot(*part) for part in parts.values()) / max(1, len(parts))
     return out

@@ -70,14 +70,17 @@ start() { # when the taper begins, and the anchor's target freezes: within the w
     sweep start --seed=9,10,11,12,13,14 --variants=$anchored --gate_start=25 $half
     sweep start_6e-3 --seed=9,10,11,12,13,14 --learning_rate=6e-3 --variants=baseline_aux,internal_aux \
         --gate_start=25 $half
+    sweep start_fresh --seed=15,16,17,18,19,20,21,22,23,24,25,26 --learning_rate=6e-3 \
+        --variants=baseline_aux,internal_aux --gate_start=25 $half # on seeds that chose nothing
     sweep start_late --seed=9,10,11 --variants=baseline_aux,internal_aux --gate_start=400 $half
     sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # without the anchor
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
 }
 
-unit() { # one lambda for the anchor in the scale's own units, at two widths
+unit() { # one lambda for the anchor in the scale's own units, at three widths
     sweep relative --seed=9,10,11 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
     sweep relative_128 --seed=1 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
+    sweep relative_256 --seed=1 --n_embd=256 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
 }
 
 recipe() { # on seeds that chose nothing
@@ -88,8 +91,9 @@ recipe_long() {
     sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored $half
 }
 
-width() { # twice as wide
+width() { # twice and four times as wide
     sweep width --seed=1 --n_embd=128 --variants=$anchored $half
+    sweep width_256 --seed=1 --n_embd=256 --variants=baseline_aux,internal_aux $half
 }
 
 variants() { # the other rows of the tables, and the tapers with the paper's gate

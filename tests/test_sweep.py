@@ -383,8 +383,8 @@ def test_a_gate_has_one_identity_however_its_end_is_said():
 
 STUDIES = {
     "rate": 60, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
-    "start": 18 + 12 + 6 + 3 + 4, "unit": 3 + 1,
-    "recipe": 48, "recipe_long": 32, "width": 3, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
+    "start": 18 + 12 + 24 + 6 + 3 + 4, "unit": 3 + 1 + 1,
+    "recipe": 48, "recipe_long": 32, "width": 3 + 2, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
 }  # fmt: skip
 
 

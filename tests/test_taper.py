@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import TaperNorm, Transformer, fold
 from nanonorm.errors import ModelError
+from nanonorm.optimizer import grad_norms
 
 EXACT = 1e-12  # float64: the same few operations in another order, 1e-16 each
 RATE = 0.01  # ema_rate's default, the paper's mu
@@ -370,6 +371,21 @@ def test_only_what_the_phase_uses_takes_a_gradient(variant, phase):
             assert p.grad is None and not p.requires_grad, name
         else:
             assert p.grad is not None and p.grad.abs().max() > 0, name
+
+
+@every_tapered
+@pytest.mark.parametrize("phase, g", [("norm", 1 - 1e-8), ("scale", 1e-8)])
+def test_the_logged_gradient_norm_has_no_jump_between_two_phases(variant, phase, g):
+    """grad/norm is of a norm's gains and shift together: where one of them comes or goes, no mean moves."""
+    model, (idx, targets), logged = tiny(variant, phase=phase), batch(), []
+    for side, at in (phase, round(g)), ("blend", g):
+        model.set_phase(side)
+        model.gate.fill_(at)
+        model.zero_grad()
+        F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()).backward()
+        norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
+        logged.append(grad_norms(list(norms), torch.stack([*norms.values()]))["grad/norm"])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-6)
 
 
 def test_scale_phase_computes_no_statistic_of_a_tapered_norm():
