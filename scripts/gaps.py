@@ -164,7 +164,7 @@ def draw(out: Path, found: pd.DataFrame, table: pd.DataFrame, by: tuple[str, ...
     group."""
     figures, found = Figures(out), found[found.pairs > 0]
     groups, drawn = list(dict.fromkeys(found.group)), looks(found)
-    fig, (ax,) = figures.axes(1, 1, 1.0 + 0.15 * len(groups) * (len(drawn) + 1))
+    fig, (ax,) = figures.axes(1, 1, max(1.7, 1.0 + 0.15 * len(groups) * (len(drawn) + 1)))  # room for a label
     for i, (name, look) in enumerate(drawn.items()):
         rows = found[found.what == name]
         at = [groups.index(group) + 0.7 * ((i + 0.5) / len(drawn) - 0.5) for group in rows.group]
