@@ -107,18 +107,24 @@ class Config(ModelKnobs):
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if self.taper != "none" or (self.aux_weight > 0 and self.anchor_target == "fixed"):
-            if self.gate_start < 1:
-                remedy = "set gate_start (or warmup_iters) to 1 or more"
-                raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
-            if not self.gate_start < self.gate_end <= self.max_iters:
-                steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
-                early = (
-                    self.gate_end == max(1, round(self.gate_end_ratio * self.max_iters)) <= self.gate_start
-                )
-                why = f"; gate_end_ratio={self.gate_end_ratio} puts gate_end there" if early else ""
-                raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
+            self.refuse_no_gate()
         self.resolve_distillation()
         return self
+
+    def refuse_no_gate(self):
+        """Refuse a taper without steps to calibrate on and to go down in, and an anchor without a start.
+        Raises: BadInput."""
+        if self.gate_start < 1:
+            remedy = "set gate_start (or warmup_iters) to 1 or more"
+            raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
+        if self.taper == "none" and self.gate_start >= self.max_iters:
+            steps = f"gate_start={self.gate_start} must be below max_iters={self.max_iters}"
+            raise BadInput(f"{steps}: the anchor holds the scale from there on")
+        if self.taper != "none" and not self.gate_start < self.gate_end <= self.max_iters:
+            steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
+            early = self.gate_end == max(1, round(self.gate_end_ratio * self.max_iters)) <= self.gate_start
+            why = f"; gate_end_ratio={self.gate_end_ratio} puts gate_end there" if early else ""
+            raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
 
     def resolve_gates(self):
         """Fill in gate_start and gate_end. Raises: BadInput for a schedule that contradicts itself."""

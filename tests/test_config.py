@@ -524,6 +524,7 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
+        (["--aux_weight=0.1", "--gate_start=10000"], "gate_start=10000 must be below max_iters=10000"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),
     ],
 )
@@ -536,6 +537,8 @@ def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
 def test_without_a_taper_the_gate_knobs_bind_nothing():
     assert set_by("--warmup_iters=0").resolve().gate_start == 0
     assert set_by("--gate_end=99999").resolve().gate_end == 99999
+    late = set_by("--aux_weight=0.1", "--gate_start=7000", "--gate_end_ratio=0.5").resolve()
+    assert (late.gate_start, late.gate_end) == (7000, 5000)  # the anchor's start
 
 
 # ---------------------------------------------------------------------------------------------------------
