@@ -38,7 +38,7 @@ from scripts.report import (
     table_of,
     varying,
 )
-from scripts.runs import NOT_THE_RUN, PAPER_ROWS
+from scripts.runs import NOT_THE_RUN, PAPER_ROWS, is_read
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
@@ -87,14 +87,20 @@ def rows_of(
         rows.append(row | {"scale": run.lines[-1].get("s/mean", math.nan), "folder": str(run.folder)})
     table = pd.DataFrame(rows)
     base = table[table.variant == to]
-    keys = ["group", "seed", *(["against"] if base.against.notna().any() else [])]
-    twice = base[base.duplicated(keys)]
+    twice = base[base.duplicated(["group", "seed", "against"])]
     if len(twice):
         first = twice.iloc[0]
         raise BadInput(f"{first.folder} is a second {to} of seed {first.seed}; name what differs in --by")
-    of = dict(zip(base[keys].itertuples(index=False, name=None), base.loss, strict=True))
-    partner = [of.get(key, math.nan) for key in table[keys].itertuples(index=False, name=None)]
-    gap = 100 * (table.loss / np.array(partner) - 1)
+    for _, same in base.groupby("group"):
+        if len(several := sorted(set(same.what))) > 1:
+            raise BadInput(f"{' and '.join(several[:2])} would be one {to}; name what differs in --by")
+    both = base.against.notna().any()  # pairs agree in the knob
+    keys = [
+        (group, seed, None if math.isnan(value) or not both else value)
+        for group, seed, value in zip(table.group, table.seed, table.against, strict=True)
+    ]
+    of = {key: loss for key, loss, v in zip(keys, table.loss, table.variant, strict=True) if v == to}
+    gap = 100 * (table.loss / np.array([of.get(key, math.nan) for key in keys]) - 1)
     return table.assign(gap=gap.where(table.variant != to))
 
 
@@ -146,7 +152,8 @@ def looks(found: pd.DataFrame) -> dict[str, dict]:
     colours = shades([STYLE.get(name.split()[0], OTHER)[0] for name in names])
     drawn = {}
     for name, colour in zip(names, colours, strict=True):
-        counts = found.pairs.where(found.pairs > 0, found.n)[found.what == name]
+        mine = found[found.what == name]
+        counts = mine.pairs if mine.pairs.any() else mine.n
         n = "-".join(str(count) for count in sorted({counts.min(), counts.max()}))
         marker = MARKERS[variant_index(name) % len(MARKERS)]
         drawn[name] = {"color": colour, "marker": marker, "label": f"{name} (n={n})"}
@@ -245,12 +252,17 @@ def main():
     if same := NOT_THE_RUN & {*k.by, k.against}:
         instead = "; gate_end does" if "gate_end_ratio" in same else ""
         raise BadInput(f"{min(same)} sets no runs apart{instead}")
+    if k.against in k.by:
+        raise BadInput(f"{k.against} is in --by and --against; leave it out of one of them")
     finished, left_out = collect(paths)
     values = [run.settings[k.against] for run in finished] if k.against else []
     if odd := [value for value in values if value is not None and type(value) not in (int, float)]:
         raise BadInput(f"--against={k.against}: {odd[0]} is not a number")
     if k.to not in (there := sorted({run.variant for run in finished})):
         raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
+    of = [Config(**run.settings) for run in finished if run.variant == k.to]
+    if unread := [knob for knob in k.by if not all(is_read(knob, config) for config in of)]:
+        raise BadInput(f"--by={unread[0]}: {k.to} does not read it; --against={unread[0]} compares by it")
     table, out = rows_of(finished, k.by, k.against, k.to), Path(k.out)
     if table.gap.isna().all():
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")

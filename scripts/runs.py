@@ -36,8 +36,8 @@ AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a fl
 # when two runs are the same
 
 
-def has_gate(c: Config) -> bool:
-    return c.taper != "none" or c.aux_weight > 0
+def has_start(c: Config) -> bool:
+    return c.taper != "none" or (c.aux_weight > 0 and c.anchor_target == "fixed")
 
 
 def tapers(c: Config) -> bool:
@@ -68,9 +68,13 @@ def has_adapters(c: Config) -> bool:
     return c.adapter != "none"
 
 
-# Knobs that only some runs read; set anywhere else they would repeat the same run under another name
+def decays(c: Config) -> bool:
+    return c.decay_lr
+
+
+# Knobs that only some variants read; set anywhere else they would repeat the same run under another name
 READ_BY = {
-    "gate_start": has_gate, "ema_rate": has_gate,
+    "gate_start": has_start, "ema_rate": has_start,
     "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
     "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
     "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
@@ -78,6 +82,7 @@ READ_BY = {
     "kl_weight": has_teacher, "ce_weight": has_teacher, "adapter_rank": has_adapters,
     "adapter_alpha": has_adapters, "adapter_targets": has_adapters,
 }  # fmt: skip
+SCHEDULE_READ_BY = {"min_lr": decays, "lr_decay_iters": decays}  # of any variant
 
 # Knobs in which two records of the same run may differ; the ratio is in the gate_end that it gave
 NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_graph"} | {"gate_end_ratio"}
@@ -85,13 +90,24 @@ NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_g
 
 def is_read(knob: str, config: Config) -> bool:
     """Whether a run with this configuration reads a knob."""
-    return knob not in READ_BY or READ_BY[knob](config)
+    reader = (READ_BY | SCHEDULE_READ_BY).get(knob)
+    return reader is None or reader(config)
+
+
+def counted(settings: dict) -> dict:
+    """What sets a run with these settings apart from others: the knobs that it reads."""
+    settings = {name: getattr(Config, name) for name in KNOBS_ADDED_LATER} | settings
+    kept = {knob: value for knob, value in sorted(settings.items()) if knob not in NOT_THE_RUN}
+    try:
+        config = Config.recorded(settings, "")
+    except BadInput:  # of another version, or damaged: nothing is known to be unread
+        return kept
+    return {knob: value for knob, value in kept.items() if is_read(knob, config)}
 
 
 def identity(settings: dict) -> str:
     """What makes two runs the same, as text to compare."""
-    settings = {name: getattr(Config, name) for name in KNOBS_ADDED_LATER} | settings
-    return json.dumps({k: v for k, v in sorted(settings.items()) if k not in NOT_THE_RUN})
+    return json.dumps(counted(settings))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -265,7 +281,8 @@ def look(run: PlannedRun) -> tuple[str, str]:
 
 def difference(settings: dict, planned: dict) -> str:
     """The first knob in which the run in a folder is not the planned one."""
-    for name, value in settings.items():
-        if name in planned and name not in NOT_THE_RUN and value != planned[name]:
+    planned = counted(planned)
+    for name, value in counted(settings).items():
+        if name in planned and json.dumps(value) != json.dumps(planned[name]):
             return f"{name}={value}, not {planned[name]}"
     return "written by another version"

@@ -5,8 +5,9 @@
     python scripts/sweep.py config/taper_1m.py --variants=all --max_iters=1000,2000 --print  # for a scheduler
 
 Config files come first, then flags: those below, and every knob of train.py. Values with commas between them
-are an axis of the grid; one with commas of its own stands in parentheses: --dyt_alpha="(1,1,1),(2,1,1)". With
---variants, norm and taper come from the variant, and --aux_weight is the lambda of the *_aux ones alone.
+are an axis of the grid; one with commas of its own stands in parentheses: --dyt_alpha="(1,1,1),(2,1,1)". Of a
+flag that is given twice the last counts. With --variants, norm and taper come from the variant, and
+--aux_weight is the lambda of the *_aux ones alone.
 A knob that a variant does not read (gate_end without a taper) makes no second run of it.
 
 Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays,

@@ -7,7 +7,8 @@
 #
 # The DIR holds train.txt and valid.txt, in which a line <|endoftext|> follows every story. JOBS (2) runs at a
 # time, THREADS (1) for each; FLAGS go to every run, such as "--compile=True --dtype=bfloat16" for a CPU with
-# AMX. All is kept in data/ and out/small/: the same call goes on after an interruption.
+# AMX, and win over the study's own. All is kept in data/ and out/small/: the same call goes on after an
+# interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all=(rate rate_long controls gate gate_long curve start unit recipe recipe_long width variants dyt)
@@ -28,10 +29,17 @@ if [ ! -e "$corpus/meta.json" ]; then
         --vocab_size=2048 --out_dir="$corpus")
 fi
 
+status=0
 sweep() { # a study's folder, the grid: runs that look at the validation split at their end alone
+    local code=0
     # shellcheck disable=SC2086  # the flags are words
     python scripts/sweep.py config/tinystories_small.py --out="out/small/$1" "${@:2}" \
-        --jobs="${JOBS:-2}" --threads="${THREADS:-1}" --eval_interval=1000000 ${FLAGS:-}
+        --jobs="${JOBS:-2}" --threads="${THREADS:-1}" --eval_interval=1000000 ${FLAGS:-} || code=$?
+    case $code in
+        0) ;;
+        1) status=1 ;;     # a run of it failed: the other studies go on
+        *) exit "$code" ;; # wrong flags, or Ctrl-C
+    esac
 }
 
 tapers=internal_aux,all_aux
@@ -73,7 +81,7 @@ start() { # when the taper begins, and the anchor's target freezes: within the w
     sweep start_fresh --seed=15,16,17,18,19,20,21,22,23,24,25,26 --learning_rate=6e-3 \
         --variants=baseline_aux,internal_aux --gate_start=25 $half # on seeds that chose nothing
     sweep start_late --seed=9,10,11 --variants=baseline_aux,internal_aux --gate_start=400 $half
-    sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # without the anchor
+    sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # no anchor: one is known to fail
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
 }
 
@@ -83,7 +91,7 @@ unit() { # one lambda for the anchor in the scale's own units, at three widths
     sweep relative_256 --seed=1 --n_embd=256 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
 }
 
-recipe() { # on seeds that chose nothing
+recipe() { # on fresh seeds, of which 9 to 14 chose half of the run over three quarters
     sweep recipe --seed=$fresh,17,18,19,20 --variants=baseline,$anchored $half
 }
 
@@ -118,3 +126,4 @@ dyt() { # a grid, one seed and half the steps: first weights, the embedding's sc
 }
 
 for study in "$@"; do "$study"; done
+exit "$status"

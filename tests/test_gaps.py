@@ -26,7 +26,7 @@ def run(norm: str, seed: int, loss: float, **knobs) -> FinishedRun:
         point["coupled_grad"] = settings["coupled_grad"]
     variant = {"rmsnorm": "baseline"}.get(norm, norm)
     head = {"versions": {"commit": "c0ffee", "processor": "a CPU", "torch": "2", "dtype": "float32"}}
-    lines = [{"iter": 1, "val/loss": loss, "s/mean": 2.0 * loss}]
+    lines = [{"iter": 1, "val/loss": 9.0, "s/mean": 0.1}, {"iter": 2, "val/loss": loss, "s/mean": 2.0 * loss}]
     name = f"{norm}-{settings['mlp']}-{settings['coupled_grad']}-{settings['max_iters']}-{seed}"
     return FinishedRun(Path(name), variant, settings, point, head, lines)
 
@@ -79,6 +79,34 @@ def test_two_baselines_of_a_seed_are_refused():
     assert {group for group in found.group if group[1] == 77} == {("swiglu", 77)}
 
 
+def test_one_baseline_is_not_made_of_two_settings():
+    """Each seed has one baseline, but seeds 3 and 4 have theirs at another rate."""
+    runs = []
+    for seed in (1, 2, 3, 4):
+        rate = 1e-3 if seed < 3 else 3e-3
+        runs += [run("rmsnorm", seed, 3.0, learning_rate=rate), run("layernorm", seed, 3.1)]
+    said = r"^baseline learning_rate=0.001 and baseline learning_rate=0.003 would be one baseline; name what"
+    with pytest.raises(BadInput, match=said):
+        gaps.rows_of(runs, ("max_iters",))
+    found = gaps.rows_of(runs, ("learning_rate",))
+    assert found.gap.notna().sum() == 0  # the others have Config's rate
+
+
+def test_where_the_knob_is_none_pairs_are_pairs_too():
+    """No factor of the embedding in one run of each seed, 8 in the other."""
+    runs = []
+    for seed in (1, 2, 3):
+        for factor, cost in ((None, 1.01), (8.0, 1.03)):
+            for norm, loss in (("rmsnorm", 3.0), ("layernorm", 3.0 * cost)):
+                made = run(norm, seed, loss, emb_scale=factor)
+                made.point["emb_scale"] = factor
+                made.folder = Path(f"{made.folder}-{factor}")
+                runs.append(made)
+    found = gaps.rows_of(runs, ("max_iters",), "emb_scale")
+    found = found[found.variant == "layernorm"]
+    assert list(found.gap) == pytest.approx([1, 3] * 3)
+
+
 @pytest.mark.parametrize("name", ["corpus", "device", "torch"])
 def test_runs_of_two_machines_or_texts_are_not_paired(name):
     runs = grid()
@@ -99,7 +127,10 @@ def test_what_is_written(monkeypatch, tmp_path, capsys):
     assert "14 runs, 1 left out" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"gaps.md", "gaps.csv", "gaps.png"}
     said = (tmp_path / "gaps.md").read_text()
-    assert "commit c0ffee; processor a CPU" in said and "Left out, out/x: unfinished" in said
+    assert (
+        "commit c0ffee; processor a CPU; torch 2; dtype float32." in said
+        and "Left out, out/x: unfinished" in said
+    )
     lines = (tmp_path / "gaps.csv").read_text().splitlines()
     assert lines[0] == "what,seed,loss,scale,folder,gap,mlp" and len(lines) == 1 + 14
 
@@ -134,12 +165,75 @@ def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):
     gaps.main()
     (ax,) = drawn
     lines = {line.get_label().split(" (")[0]: line for line in ax.containers}
+    assert not any(line.has_yerr for line in lines.values())  # of two pairs
     x, y = lines["internal"].lines[0].get_data()
     assert list(y) == pytest.approx([1.15, 2.15, 4.15]) and np.allclose(x, [50, 100, 200], atol=4)
     table = (tmp_path / "gaps.md").read_text()
     assert "| 200 | internal | 200 | 2 |" in table and "| 200 | baseline | - | 2 |" in table
     head = (tmp_path / "gaps.csv").read_text().splitlines()[0]
     assert head == "what,seed,loss,scale,folder,gap,gate_end,max_iters"
+
+
+def drawn_by(monkeypatch, tmp_path, runs, *flags):
+    """The panels of the figure that gaps.py makes of some runs."""
+    panels = []
+    monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {}))
+    monkeypatch.setattr("sys.argv", ["gaps.py", "out/x", *flags, f"--out={tmp_path}"])
+    monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: panels.extend(fig.axes))
+    gaps.main()
+    return panels
+
+
+def bars_of(line) -> list[np.ndarray]:
+    """The error bars of one line, each (2 ends, x and y)."""
+    return [segment for bar in line.lines[2] for segment in bar.get_segments()]
+
+
+def test_the_figure_shows_means_intervals_and_pairs(monkeypatch, tmp_path):
+    """CoupledNorm costs 2, 3, 4%, with its gradient through 1%."""
+    runs = [made for made in grid() if made.settings["mlp"] == "swiglu"]
+    (ax,) = drawn_by(monkeypatch, tmp_path, runs, "--by=mlp")
+    lines = {line.get_label(): line for line in ax.containers}
+    stopped = lines["coupled coupled_grad=False (n=3)"]
+    (x,), (y,) = stopped.lines[0].get_data()
+    (bar,), half = bars_of(stopped), 4.303 / np.sqrt(3)
+    assert bar.T[0] == pytest.approx([3 - half, 3 + half]) and set(bar.T[1]) == {y}
+    assert x == pytest.approx(3.0) and ax.get_xscale() == "linear"
+    dots = [line.get_data() for line in ax.lines if line.get_marker() == "."]
+    assert [list(xs) for xs, ys in dots if set(ys) == {y}] == [pytest.approx([2, 3, 4])]
+
+
+def test_a_failed_run_does_not_press_the_others_together(monkeypatch, tmp_path):
+    runs = [made for made in grid() if made.settings["mlp"] == "swiglu"]
+    for made in runs:
+        if made.settings["coupled_grad"]:
+            made.lines[-1]["val/loss"] *= 1.3
+    (ax,) = drawn_by(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert ax.get_xscale() == "symlog" and "logarithmic" in ax.get_xlabel()
+
+
+def test_against_a_knob_three_pairs_have_a_bar(monkeypatch, tmp_path):
+    runs = [made for made in grid() if made.settings["mlp"] == "swiglu" and not made.settings["coupled_grad"]]
+    (panel, _) = drawn_by(monkeypatch, tmp_path, runs, "--against=learning_rate")
+    (line,) = panel.containers
+    (bar,), half = bars_of(line), 4.303 / np.sqrt(3)
+    assert bar.T[1] == pytest.approx([3 - half, 3 + half])
+
+
+@pytest.mark.parametrize(
+    ("n", "t"), [(2, 12.706), (3, 4.303), (19, 2.101), (20, 2.093), (21, 2.093), (40, 2.093)]
+)
+def test_the_interval_is_students(n, t):
+    """From 20 values on the one of 20, a little too wide."""
+    values = np.arange(n) % 2.0
+    assert gaps.half_width(values) == pytest.approx(t * np.std(values, ddof=1) / np.sqrt(n))
+
+
+def test_a_number_of_pairs_is_not_one_of_runs():
+    """Three pairs at one value of the knob, twelve runs without a partner at another."""
+    rows = {"what": ["all", "all", "baseline"], "pairs": [3, 0, 0], "n": [3, 12, 6]}
+    found = gaps.looks(gaps.pd.DataFrame(rows))
+    assert found["all"]["label"] == "all (n=0-3)" and found["baseline"]["label"] == "baseline (n=6)"
 
 
 def test_a_knob_that_no_run_reads_is_no_axis(monkeypatch, tmp_path):
@@ -170,6 +264,8 @@ def test_only_a_number_is_an_axis(knob, said, monkeypatch):
     ("flag", "said"),
     [
         ("--by=mlpp", "no such knob"),
+        ("--by=gate_end", "--by=gate_end: baseline does not read it; --against=gate_end compares by it"),
+        ("--by=mlp,learning_rate --against=mlp", "mlp is in --by and --against; leave it out of one"),
         ("--by=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),
         ("--against=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),
         ("--to=basline", "--to=basline: no run is that; there are baseline, coupled"),
@@ -179,7 +275,7 @@ def test_only_a_number_is_an_axis(knob, said, monkeypatch):
 def test_what_makes_no_sense_is_refused(flag, said, monkeypatch):
     apart = [r for r in grid() if (r.variant == "coupled") == (r.seed == 1)] if "seed" in flag else grid()
     monkeypatch.setattr(gaps, "collect", lambda paths: (apart, {}))
-    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", flag])
+    monkeypatch.setattr("sys.argv", ["scripts/gaps.py", "out/x", *flag.split()])
     with pytest.raises(BadInput, match=said):
         gaps.main()
 

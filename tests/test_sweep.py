@@ -161,6 +161,24 @@ def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
     assert sorted(runs) == ["baseline_aux", "final-gate_end_ratio0.5", "final-gate_end_ratio1.0"]
 
 
+def test_an_anchor_to_each_batch_has_no_start():
+    axes = ["--gate_start=25,100", "--ema_rate=0.01,0.1"]
+    assert len(runs_of(*axes, variants=("baseline_aux",))) == 4
+    assert len(runs_of(*axes, "--anchor_target=batch", variants=("baseline_aux",))) == 1
+    assert len(runs_of(*axes, "--anchor_target=batch", variants=("internal_aux",))) == 4
+
+
+@pytest.mark.parametrize("axis", ["--anchor_target=fixed,batch", "--anchor_unit=absolute,relative"])
+def test_an_anchors_own_knobs_make_no_second_run_without_one(axis):
+    assert len(runs_of(axis, variants=("baseline", "internal"))) == 2
+    assert len(runs_of(axis, variants=("baseline", "internal_aux"))) == 3
+
+
+def test_a_rate_that_does_not_decay_has_no_end():
+    axes = ["--min_lr=0,1e-5", "--lr_decay_iters=20000,30000"]
+    assert len(runs_of(*axes)) == 4 and len(runs_of(*axes, "--decay_lr=False")) == 1
+
+
 def test_plain_knobs_make_a_grid_without_variants():
     runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4")
     knobs = ("taper", "aux_weight", "batch_size")
@@ -182,6 +200,10 @@ def test_help_tells_of_every_knob(monkeypatch, capsys):
     assert run_sweep(monkeypatch, "--help") == 0
     said = capsys.readouterr().out
     assert all(f"--{name}=" in said for name in ("out", "jobs", "threads", "variants", "print"))
+
+
+def test_of_a_flag_that_is_given_twice_the_last_counts():
+    assert set(runs_of("--seed=1,2", "--seed=3", variants=("baseline",))) == {"baseline-seed3"}
 
 
 def test_equal_values_are_one_run():
@@ -381,6 +403,25 @@ def test_a_gate_has_one_identity_however_its_end_is_said():
     assert identities[0] == identities[1] != identities[2]
 
 
+def test_a_knob_that_a_run_does_not_read_does_not_set_it_apart(tmp_path):
+    """A baseline is the same run under two config files that differ in the gate; a taper is not."""
+    identities, plans = {"baseline": set(), "internal": set()}, {}
+    for ratio in (0.5, 0.75):
+        file = tmp_path / f"gate_{ratio}.py"
+        file.write_text(f"gate_end_ratio = {ratio}\n")
+        k, files, axes = sweep.read_command([str(file), *TINY, f"--variants={','.join(identities)}"])
+        for run in sweep.grid(k, files, axes):
+            identities[run.name].add(runs.identity(run.settings))
+            plans[run.name, ratio] = run.settings
+    assert [len(found) for found in identities.values()] == [1, 2]
+    then, now = plans["internal", 0.5], plans["internal", 0.75]
+    assert runs.difference(then, now) == f"gate_end={then['gate_end']}, not {now['gate_end']}"
+    (dyt,) = runs_of("--dyt_alpha=(1,1,1)", *TINY, variants=("dyt",)).values()
+    read = json.loads(json.dumps(dyt.settings)) | {"min_lr": 1e-5}  # as a run's config.json has it
+    assert runs.difference(read, dyt.settings) == "min_lr=1e-05, not 0.0"
+    assert runs.difference({"norm": "rmsnorm", "gone": 1}, then) == "written by another version"
+
+
 STUDIES = {
     "rate": 60, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
     "start": 18 + 12 + 24 + 6 + 3 + 4, "unit": 3 + 1 + 1,
@@ -399,7 +440,7 @@ def test_every_study_of_the_small_config_can_be_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     folders = set()
     for study, runs_there in STUDIES.items():
-        said = tmp_path / study
+        said = tmp_path / f"{study}.said"
         command, planned = ["bash", "scripts/tinystories_small.sh", study], []
         subprocess.run(command, env=os.environ | env | {"SAID": str(said)}, check=True, **call_it)
         for call in said.read_text().split("\n\n")[:-1]:
@@ -417,6 +458,21 @@ def test_every_study_of_the_small_config_can_be_planned(tmp_path, monkeypatch):
             assert tapers == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
     wrong = subprocess.run([*command[:2], "gates"], env=os.environ | env, **call_it)
     assert wrong.returncode == 2 and wrong.stderr == f"no study gates: {' '.join(STUDIES)}\n"
+
+
+@pytest.mark.parametrize(("code", "ends", "sweeps"), [(0, 0, 3), (1, 1, 3), (2, 2, 1), (130, 130, 1)])
+def test_a_failed_run_does_not_keep_the_next_study_from_running(code, ends, sweeps, tmp_path):
+    """Wrong flags and Ctrl-C end the call, a run that fails its exit status alone."""
+    python, said = tmp_path / "python", tmp_path / "said"
+    fails = f'case "$*" in *rate_long*) exit {code};; esac'
+    python.write_text(f'#!/bin/sh\ncase "$1" in *sweep.py) echo "$3" >> "$SAID"; {fails};; esac\n')
+    python.chmod(0o755)
+    env = {"STORIES": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
+    command = ["bash", "scripts/tinystories_small.sh", "rate_long", "recipe", "rate"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env)
+    assert done.returncode == ends
+    asked = [f"--out=out/small/{study}" for study in ("rate_long", "recipe", "rate")]
+    assert said.read_text().split() == asked[:sweeps]
 
 
 def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
