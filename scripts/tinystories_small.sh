@@ -11,7 +11,7 @@
 # interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all=(rate rate_long controls gate gate_long curve start unit recipe recipe_long width variants dyt)
+all=(rate rate_long controls gate gate_long curve start start_fresh unit recipe recipe_long width variants dyt)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for study in "$@"; do
     case " ${all[*]} " in
@@ -78,16 +78,19 @@ start() { # when the taper begins, and the anchor's target freezes: within the w
     sweep start --seed=9,10,11,12,13,14 --variants=$anchored --gate_start=25 $half
     sweep start_6e-3 --seed=9,10,11,12,13,14 --learning_rate=6e-3 --variants=baseline_aux,internal_aux \
         --gate_start=25 $half
-    sweep start_fresh --seed=15,16,17,18,19,20,21,22,23,24,25,26 --learning_rate=6e-3 \
-        --variants=baseline_aux,internal_aux --gate_start=25 $half # on seeds that chose nothing
     sweep start_late --seed=9,10,11 --variants=baseline_aux,internal_aux --gate_start=400 $half
     sweep start_alone --seed=9,10,11 --variants=internal --gate_start=25 $half # no anchor: one is known to fail
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
 }
 
+start_fresh() { # the early start on seeds that chose nothing
+    sweep start_fresh --seed=15,16,17,18,19,20,21,22,23,24,25,26 --learning_rate=6e-3 \
+        --variants=baseline_aux,internal_aux --gate_start=25 $half
+}
+
 unit() { # one lambda for the anchor in the scale's own units, at three widths
     sweep relative --seed=9,10,11 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
-    sweep relative_128 --seed=1 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
+    sweep relative_128 --seed=1,2,3 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
     sweep relative_256 --seed=1 --n_embd=256 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
 }
 
@@ -100,7 +103,7 @@ recipe_long() {
 }
 
 width() { # twice and four times as wide
-    sweep width --seed=1 --n_embd=128 --variants=$anchored $half
+    sweep width --seed=1,2,3 --n_embd=128 --variants=$anchored $half
     sweep width_256 --seed=1 --n_embd=256 --variants=baseline_aux,internal_aux $half
 }
 
