@@ -49,6 +49,7 @@ half=--gate_end_ratio=0.5 # said in each study, whatever a config file has
 
 rate() { # the learning rate, the baseline's and the tapers'
     sweep rate --seed=1,2,3 --variants=baseline,$anchored --learning_rate=1e-3,3e-3,4e-3,6e-3,1e-2 $half
+    sweep rate_3e-4 --seed=1,2,3 --variants=baseline,$anchored --learning_rate=3e-4 $half # the paper's
 }
 
 rate_long() {
@@ -83,9 +84,11 @@ start() { # when the taper begins, and the anchor's target freezes: within the w
     sweep start_long --seed=9,10 --max_iters=8000 --variants=baseline_aux,internal_aux --gate_start=100 $half
 }
 
-start_fresh() { # the early start on seeds that chose nothing
+start_fresh() { # the early start on seeds that chose nothing, and at a higher rate
     sweep start_fresh --seed=15,16,17,18,19,20,21,22,23,24,25,26 --learning_rate=6e-3 \
         --variants=baseline_aux,internal_aux --gate_start=25 $half
+    sweep start_fresh_8e-3 --seed=15,16,17,18,19,20 --learning_rate=8e-3 --variants=baseline_aux,internal_aux \
+        --gate_start=25 $half
 }
 
 unit() { # one lambda for the anchor in the scale's own units, at three widths

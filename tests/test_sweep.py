@@ -423,8 +423,8 @@ def test_a_knob_that_a_run_does_not_read_does_not_set_it_apart(tmp_path):
 
 
 STUDIES = {
-    "rate": 60, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
-    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24, "unit": 3 + 3 + 1,
+    "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
+    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 1,
     "recipe": 48, "recipe_long": 32, "width": 9 + 2, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
 }  # fmt: skip
 
