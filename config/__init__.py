@@ -193,8 +193,9 @@ class Config(ModelKnobs):
         return run.resolve()
 
     def started_from(self, file: dict, explicit: set[str], where: str) -> "Config":
-        """The settings of a run that starts from the weights in `file`: the architecture is theirs, but for
-        what is named in `explicit` and free. Raises: BadInput, ModelError, naming what contradicts them."""
+        """The settings of a run that starts from the weights in `file`, not resolved yet: the architecture is
+        theirs, but for what is named in `explicit` and free. Raises: BadInput, ModelError, naming what
+        contradicts them."""
         base, (phase, _) = config_of(file, where), phase_and_gates(file, where)
         theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
         as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
@@ -219,7 +220,7 @@ class Config(ModelKnobs):
         free = explicit & FREE_OF_WEIGHTS | {"dropout"}
         for choice, details in DETAILS_OF.items():
             free |= details if choice in explicit else set()
-        return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free}).resolve()
+        return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free})
 
     def remarks(self) -> list[str]:
         """What someone who sets these knobs should know."""
@@ -245,9 +246,8 @@ class Config(ModelKnobs):
                 raise BadInput(
                     f"{name}={asked} differs from {recorded} of the run in {self.out_dir}; {remedy}"
                 )
-        return dataclasses.replace(
-            run, **{name: getattr(self, name) for name in explicit & FREE_ON_RESUME | {"out_dir"}}
-        )
+        anew = explicit & FREE_ON_RESUME - {"init_from"} | {"out_dir"}  # what it began with stays on record
+        return dataclasses.replace(run, **{name: getattr(self, name) for name in anew})
 
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is

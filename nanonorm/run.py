@@ -197,7 +197,7 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
         if asked.init_from in ("scratch", "auto"):
             return Beginning(asked.resolve())
         file, given = given_weights(asked.init_from)
-        return Beginning(asked.started_from(file, explicit, str(given)), file, given=given)
+        return Beginning(asked.started_from(file, explicit, str(given)).resolve(), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
         held.enter_context(hold_folder(out_dir))
     file, source, why_not = first_good(newest, previous, settings=settings)

@@ -260,9 +260,10 @@ def main():
         raise BadInput(f"--against={k.against}: {odd[0]} is not a number")
     if k.to not in (there := sorted({run.variant for run in finished})):
         raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
-    of = [Config(**run.settings) for run in finished if run.variant == k.to]
-    if unread := [knob for knob in k.by if not all(is_read(knob, config) for config in of)]:
-        raise BadInput(f"--by={unread[0]}: {k.to} does not read it; --against={unread[0]} compares by it")
+    for knob, run in product(k.by, finished):
+        if not is_read(knob, Config(**run.settings)):
+            remedy = f"leave it out: where runs differ in {knob}, the rows say it"
+            raise BadInput(f"--by={knob}: {run.variant} does not read it; {remedy}")
     table, out = rows_of(finished, k.by, k.against, k.to), Path(k.out)
     if table.gap.isna().all():
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
@@ -274,8 +275,8 @@ def main():
     except OSError as e:
         raise BadInput(f"cannot make the folder {out}: {e.strerror}; name another --out") from None
     heads = [run.head for run in finished]
-    what = {name: sorted({str(head["versions"][name]) for head in heads}) for name in ("commit", "processor",
-            "torch", "dtype")}  # fmt: skip
+    names = ("commit", "processor", "torch", "dtype")
+    what = {name: sorted({str(head["versions"].get(name)) for head in heads}) for name in names}
     text = [f"# Gaps to {k.to}", "    " + shlex.join(["python", *sys.argv])]
     text.append(table_text(found, k.by, k.against))
     text.append(

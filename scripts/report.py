@@ -34,7 +34,7 @@ from nanonorm.files import ROOT, atomic_write
 from nanonorm.run import MARKS
 from nanonorm.typed import Count
 from scripts.figures import COLUMNS, Figures, Panel, series_of
-from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, PAPER_ROWS, READ_BY, Unusable, is_read, read_finished, tail
+from scripts.runs import AUX_WEIGHT, NOT_THE_RUN, PAPER_ROWS, READ_BY, Unusable, counted, read_finished, tail
 
 try:
     import pandas as pd
@@ -54,8 +54,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
        2.131, 2.120, 2.110, 2.101, 2.093)  # Student's t, by degrees of freedom  # fmt: skip
 
 # knobs that set no runs apart: what is compared, and where and how a run computes
-SKIP = {"out_dir", "dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph"}
-SKIP |= NOT_THE_RUN
+SKIP = {"dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph", *NOT_THE_RUN}
 
 ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
 GAP = "gap by pairs, % (95% interval; pairs)"
@@ -127,7 +126,7 @@ def variant_of(s: dict) -> str:
 
 def point_of(head: dict) -> dict:
     """What sets runs apart beside variant and seed; a knob only where the run reads it."""
-    s, config = head["settings"], Config(**head["settings"])
+    s = head["settings"]
     follows = {
         "warmup_iters": max(1, s["max_iters"] // 20),
         "lr_decay_iters": max(s["max_iters"], s["warmup_iters"] + 1),
@@ -135,8 +134,8 @@ def point_of(head: dict) -> dict:
         "gate_end": s["max_iters"],
     }
     point = {}
-    for knob, value in s.items():
-        if knob not in SKIP and is_read(knob, config):
+    for knob, value in counted(s).items():
+        if knob not in SKIP:
             at_default = knob in follows and value == follows[knob]
             point[knob] = None if at_default else value
     if s["aux_weight"]:
@@ -426,7 +425,7 @@ def lambda_study(figures: Figures, name: str, runs: pd.DataFrame, options: list[
 def schedule_study(figures: Figures, name: str, runs: pd.DataFrame, knobs: list[str]) -> list[str]:
     """The variants' own knobs that vary, a row for each combination; drawn over the gate's if that varies.
     Nothing if no variant has two."""
-    over = next((k for k in ("gate_end", "gate_start") if k in knobs), None)
+    over = next((k for k in knobs if k in ("gate_end", "gate_start")), None)
     others = [k for k in knobs if k != over]
     resolved = {knob: pd.Series([r.settings[knob] for r in runs.run], runs.index, object) for knob in knobs}
     runs = runs.assign(**resolved)  # the values that a None stands for
@@ -513,15 +512,17 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
     if "aux_weight" in vary:
         study = lambda_study(figures, f"lambda{name}", runs, options, base)
         text += [f"### Lambda, {steps:,} steps", *study]
-    free = [k for k in options if k in vary and k not in READ_BY and k != "aux_weight"]  # that are tuned
     for reader in dict.fromkeys(READ_BY.values()):
         knobs = [k for k in options if k in vary and READ_BY.get(k) is reader]
         if knobs:
-            of_gate = "gate" in knobs[0]
-            title = "Schedule of the taper" if of_gate else ", ".join(knobs)
-            figure = ("schedule" if of_gate else knobs[0]) + name
+            title, figure = ", ".join(knobs), knobs[0] + name
+            if "gate_start" in knobs:
+                title, figure = "Start of the taper", "start" + name
+            elif "gate" in knobs[0]:
+                title, figure = "Schedule of the taper", "schedule" + name
             readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
-            knobs += [k for k in free if readers[k].nunique(dropna=False) > 1]
+            beside = [k for k in options if k in vary and k not in (*knobs, "aux_weight")]
+            knobs += [k for k in beside if readers[k].nunique(dropna=False) > 1]  # never averaged over
             if study := schedule_study(figures, figure, readers, knobs):
                 text += [f"### {title}, {steps:,} steps", *study]
     return text

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -15,7 +15,7 @@ from model import exports
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.log import check_header, read_log
-from nanonorm.run import MARKS
+from nanonorm.run import MARKS, first_good
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
 # anchor does by itself
@@ -84,8 +84,18 @@ READ_BY = {
 }  # fmt: skip
 SCHEDULE_READ_BY = {"min_lr": decays, "lr_decay_iters": decays}  # of any variant
 
-# Knobs in which two records of the same run may differ; the ratio is in the gate_end that it gave
-NOT_THE_RUN = FREE_ON_RESUME - {"teacher", "device", "dtype", "compile", "cuda_graph"} | {"gate_end_ratio"}
+# Knobs in which two records of the same run may differ (the ratio is in the gate_end that it gave), which are
+# those that a resume may name, but for these
+SET_APART = {
+    "init_from",
+    "teacher",
+    "device",
+    "dtype",
+    "compile",
+    "cuda_graph",
+}  # all the same
+NOT_THE_RUN = FREE_ON_RESUME - SET_APART | {"gate_end_ratio"}
+NEW_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
 
 
 def is_read(knob: str, config: Config) -> bool:
@@ -95,9 +105,12 @@ def is_read(knob: str, config: Config) -> bool:
 
 
 def counted(settings: dict) -> dict:
-    """What sets a run with these settings apart from others: the knobs that it reads."""
-    settings = {name: getattr(Config, name) for name in KNOBS_ADDED_LATER} | settings
-    kept = {knob: value for knob, value in sorted(settings.items()) if knob not in NOT_THE_RUN}
+    """What sets a run with these settings apart from others: the knobs that it reads, in their order."""
+    later = {name: getattr(Config, name) for name in sorted(KNOBS_ADDED_LATER - set(settings))}
+    settings = settings | later
+    if settings.get("init_from") in NEW_WEIGHTS:
+        settings["init_from"] = "scratch"
+    kept = {knob: value for knob, value in settings.items() if knob not in NOT_THE_RUN}
     try:
         config = Config.recorded(settings, "")
     except BadInput:  # of another version, or damaged: nothing is known to be unread
@@ -107,7 +120,7 @@ def counted(settings: dict) -> dict:
 
 def identity(settings: dict) -> str:
     """What makes two runs the same, as text to compare."""
-    return json.dumps(counted(settings))
+    return json.dumps(counted(settings), sort_keys=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -211,12 +224,14 @@ def bad_export(folder: Path, settings: dict) -> str:
 
 @dataclass(eq=False)
 class PlannedRun:
-    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `steps` last seen."""
+    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `anew`: those of argv
+    that a run which goes on may change, as flags, `steps` last seen."""
 
     name: str
     folder: Path
     argv: list[str]
     settings: dict
+    anew: list[str] = field(default_factory=list)
     steps: int = 0
 
     def last_line(self) -> dict:
@@ -247,6 +262,13 @@ def recorded_settings(folder: Path) -> dict | None:
     return None
 
 
+def settings_to_resume(folder: Path) -> dict | None:
+    """The settings of the checkpoint that train.py would go on with, None if it could with none."""
+    with suppress(BadInput):
+        return asdict(first_good(folder / "ckpt.pt", folder / "ckpt.prev.pt", settings=Config)[0]["run"])
+    return None
+
+
 def held(folder: Path) -> bool:
     """Whether a process is at work in the folder."""
     with suppress(BadInput), hold_folder(folder):
@@ -256,12 +278,13 @@ def held(folder: Path) -> bool:
 
 def look(run: PlannedRun) -> tuple[str, str]:
     """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
-    folder, settings, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
+    folder, recorded, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
     checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
     if not any((folder / name).exists() for name in MARKS):
         return "new", ""
     if held(folder):
         return "refused", "is running elsewhere; wait for it, or end that process"
+    settings = settings_to_resume(folder) if recorded is None else recorded
     if settings is not None and identity(settings) != identity(run.settings):
         why = difference(settings, run.settings)
         return "refused", f"holds a run of other settings ({why}); move {folder} away, or name another --out"
@@ -272,7 +295,7 @@ def look(run: PlannedRun) -> tuple[str, str]:
         return "refused", f"has a log that cannot be continued: {e}; {remedy}"
     end = run.last_line()
     at_end = "val/loss" in end and end.get("iter") == run.settings["max_iters"]
-    if at_end and settings is not None and not cut and not bad_export(folder, run.settings):
+    if at_end and recorded is not None and not cut and not bad_export(folder, run.settings):
         return "finished", ""
     if not any(path.exists() for path in checkpoints):
         return "refused", f"has no ckpt.pt to go on with; remove {folder}"

@@ -34,7 +34,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Config
+from config import FREE_ON_RESUME, Config
 from data import corpora
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
@@ -44,6 +44,7 @@ from nanonorm.run import given_weights
 from nanonorm.typed import Count
 from scripts.runs import (
     AUX_WEIGHT,
+    NEW_WEIGHTS,
     PAPER_ROWS,
     PlannedRun,
     finite,
@@ -131,19 +132,21 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
     """The PlannedRun that config files and flags make, without the flags it does not read; named: the flags
     that its name tells. Raises: BadInput if train.py would refuse it."""
 
-    def parsed() -> tuple[list[str], Config]:
+    def parsed() -> tuple[list[str], list[str], Config]:
         argv = files + [f"--{n}={v}" for n, v in flags.items()]
         asked, explicit, _ = parse(Config, argv, files=True)
-        if asked.init_from in ("scratch", "resume", "auto"):
-            return argv, asked
+        free = sorted(explicit & FREE_ON_RESUME - {"out_dir", "init_from"})
+        anew = [f"--{name}={getattr(asked, name)}" for name in free]
+        if asked.init_from in NEW_WEIGHTS:
+            return argv, anew, asked
         file, given = weights(asked.init_from)
-        return argv, asked.started_from(file, explicit, str(given))
+        return argv, anew, asked.started_from(file, explicit, str(given))
 
     words = [] if variant is None else [variant]
     try:
-        _, config = parsed()
+        *_, config = parsed()
         flags = {n: v for n, v in flags.items() if is_read(n, config)}
-        argv, config = parsed()
+        argv, anew, config = parsed()
         config.resolve().model_config()
     except (BadInput, ModelError) as e:
         point = ", ".join(words + [f"{n}={flags[n]}" for n in named if n in flags])
@@ -151,7 +154,7 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
     settings = asdict(config)
     words += [f"{n}{settings[n]}" for n in named if n in flags]
     name = re.sub(r"[^\w.+-]+", "_", "-".join(words)).strip("._") or "run"
-    return PlannedRun(name, Path(k.out) / name, argv, settings)
+    return PlannedRun(name, Path(k.out) / name, argv, settings, anew)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -159,8 +162,10 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
 
 
 def command(run: PlannedRun, state: str) -> list[str]:
-    resume = ["--init_from=resume"] if state == "resume" else []
-    return [sys.executable, str(ROOT / "train.py"), *run.argv, f"--out_dir={run.folder}", *resume]
+    argv = [*run.argv, f"--out_dir={run.folder}"]
+    if state == "resume":  # its settings are on record, and `look` has compared them
+        argv = [*run.anew, argv[-1], "--init_from=resume"]
+    return [sys.executable, str(ROOT / "train.py"), *argv]
 
 
 def start(run: PlannedRun, state: str, threads: int) -> subprocess.Popen:

@@ -534,6 +534,13 @@ def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
     assert wanted in one_line(e)
 
 
+def test_a_resumed_run_keeps_the_record_of_its_weights():
+    run = Config(init_from="out/base", log_interval=5).resolve()
+    asked = Config(init_from="resume", log_interval=7)
+    run = asked.resumed({"init_from", "log_interval"}, run)
+    assert (run.init_from, run.log_interval) == ("out/base", 7)
+
+
 def test_without_a_taper_the_gate_knobs_bind_nothing():
     assert set_by("--warmup_iters=0").resolve().gate_start == 0
     assert set_by("--gate_end=99999").resolve().gate_end == 99999

@@ -264,7 +264,8 @@ def test_only_a_number_is_an_axis(knob, said, monkeypatch):
     ("flag", "said"),
     [
         ("--by=mlpp", "no such knob"),
-        ("--by=gate_end", "--by=gate_end: baseline does not read it; --against=gate_end compares by it"),
+        ("--by=gate_end", "--by=gate_end: baseline does not read it; leave it out: where runs differ in"),
+        ("--to=coupled --by=coupled_grad", "--by=coupled_grad: baseline does not read it; leave it out"),
         ("--by=mlp,learning_rate --against=mlp", "mlp is in --by and --against; leave it out of one"),
         ("--by=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),
         ("--against=gate_end_ratio", "gate_end_ratio sets no runs apart; gate_end does"),

@@ -11,6 +11,7 @@ import re
 import runpy
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -466,6 +467,31 @@ def test_a_study_of_gates_does_not_mix_tuned_rates(undrawn, tmp_path):
     rows = [line for line in study if line.startswith("| internal")]
     assert len(rows) == 4 and all("| 2 | 1, 2 |" in row for row in rows)
     assert sum("| 0.001 |" in row for row in rows) == 2
+
+
+def test_a_study_of_one_knob_does_not_average_over_another(undrawn, tmp_path):
+    """Two starts and two ends of a gate, two seeds each: four rows in either study, a figure for each."""
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        write_run(runs / f"b{seed}", "baseline", seed)
+        for start, end in product((10, 20), (200, 300)):
+            knobs = {"gate_start": start, "gate_end": end, "worse": (start + end) / 1000}
+            write_run(runs / f"i{start}-{end}-{seed}", "internal", seed, **knobs)
+    text = make(tmp_path / "out", runs)
+    for title, figure in (("Start of the taper", "start_400"), ("Schedule of the taper", "schedule_400")):
+        study = text[text.index(f"### {title}, 400 steps") :]
+        study = study[: study.find("###", 3)].splitlines()
+        rows = [line for line in study if line.startswith("| internal")]
+        assert len(rows) == 4 and all("| 2 | 1, 2 |" in row for row in rows)
+        assert f"![{figure}]({figure}.png)" in study
+
+
+def test_runs_from_two_sets_of_weights_are_two(undrawn, tmp_path):
+    for weights in ("scratch", "auto", "out/a", "out/b"):
+        write_run(tmp_path / f"runs/{weights.replace('/', '_')}", "baseline", 1, init_from=weights)
+    text = make(tmp_path / "out", tmp_path / "runs")
+    assert "They differ in: variant, seed, init_from" in text and "Runs used: 3; left out: 1" in text
+    assert f"{tmp_path}/runs/scratch: the same settings as {tmp_path}/runs/auto" in text
 
 
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from config import Config
 from data import prepare
+from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.files import FORMAT, ROOT, hold_folder
@@ -48,9 +50,12 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 cfg, _, _ = parse(Config, sys.argv[1:], files=True)
 cfg.resolve()
 with one_line_errors(), hold_folder(cfg.out_dir) as out:
-    resumed = (out / "ckpt.pt").exists()
+    ckpt = out / "ckpt.pt"
+    resumed = ckpt.exists()
     assert resumed == (cfg.init_from == "resume")
-    (out / "ckpt.pt").touch()
+    if resumed:
+        cfg = Config(**json.loads(ckpt.read_text()))
+    ckpt.write_text(json.dumps(asdict(cfg)))
     (out / "config.json").write_text(json.dumps(asdict(cfg)))
     for step in range(1, cfg.max_iters + 1):
         with open(out / "metrics.jsonl", "a") as f:
@@ -422,6 +427,38 @@ def test_a_knob_that_a_run_does_not_read_does_not_set_it_apart(tmp_path):
     assert runs.difference({"norm": "rmsnorm", "gone": 1}, then) == "written by another version"
 
 
+def test_a_run_goes_on_under_a_file_that_differs_in_what_it_does_not_read(stand_in, tmp_path, monkeypatch):
+    """train.py would refuse the file's gate, which is not the run's; how often it logs may change."""
+    files = {ratio: tmp_path / f"gate_{ratio}.py" for ratio in (0.5, 0.75)}
+    for ratio, file in files.items():
+        file.write_text(f"gate_end_ratio = {ratio}\nlog_interval = {round(20 * ratio)}\n")
+    argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
+    assert run_sweep(monkeypatch, files[0.5], *argv) == 0
+    (tmp_path / "out/baseline/model.pt").unlink()
+    (run,) = sweep.grid(*sweep.read_command([str(files[0.75]), *argv]))
+    assert runs.look(run) == ("resume", "")
+    asked, explicit, rest = parse(Config, sweep.command(run, "resume")[2:], files=True)
+    went_on = asked.resumed(explicit, Config(**runs.recorded_settings(run.folder)))
+    assert not rest and (went_on.gate_end_ratio, went_on.log_interval) == (0.5, 15)
+    assert run_sweep(monkeypatch, files[0.75], *argv) == 0 and lines(run.folder)[-1]["went_on"]
+
+
+def test_weights_are_part_of_a_run(tmp_path):
+    """A config file may name them; what a variant does not read is left out as from new weights."""
+    model = ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=8)
+    identities = set()
+    for name in ("a", "b"):
+        torch.save(Transformer(model).to_file({}), tmp_path / f"{name}.pt")
+        (tmp_path / f"{name}.py").write_text(f"init_from = '{tmp_path / name}.pt'\n")
+        argv = ["--variants=baseline,internal", "--gate_schedule=linear", "--max_iters=40"]
+        for run in sweep.grid(*sweep.read_command([str(tmp_path / f"{name}.py"), *argv])):
+            identities.add(runs.identity(run.settings))
+            assert ("--gate_schedule=linear" in run.argv) == (run.name == "internal")
+    assert len(identities) == 4
+    settings = {how: Config(init_from=how).resolve() for how in ("scratch", "resume", "auto", "out/a")}
+    assert len({runs.identity(asdict(config)) for config in settings.values()}) == 2
+
+
 STUDIES = {
     "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
     "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 1,
@@ -468,10 +505,10 @@ def test_a_failed_run_does_not_keep_the_next_study_from_running(code, ends, swee
     python.write_text(f'#!/bin/sh\ncase "$1" in *sweep.py) echo "$3" >> "$SAID"; {fails};; esac\n')
     python.chmod(0o755)
     env = {"STORIES": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
-    command = ["bash", "scripts/tinystories_small.sh", "rate_long", "recipe", "rate"]
+    command = ["bash", "scripts/tinystories_small.sh", "rate_long", "recipe", "gate_long"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env)
     assert done.returncode == ends
-    asked = [f"--out=out/small/{study}" for study in ("rate_long", "recipe", "rate")]
+    asked = [f"--out=out/small/{study}" for study in ("rate_long", "recipe", "gate_long")]
     assert said.read_text().split() == asked[:sweeps]
 
 
@@ -511,6 +548,8 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
     capsys.readouterr()
     common = [*TINY, f"--dataset={corpus}", "--log_interval=10", "--ckpt_interval=1000", "--threads=1"]
     argv = [*common, "--variants=internal_aux", "--seed=1", f"--out={tmp_path / 'out'}", "--max_iters=300"]
+    assert run_sweep(monkeypatch, *argv, "--print") == 0
+    (begin,) = capsys.readouterr().out.splitlines()
     process, run = launch(*argv), tmp_path / "out/internal_aux-seed1"
     planned = runs.PlannedRun("", run, [], {})
     wait_for(lambda: planned.last_line().get("iter", 0) >= 10)
@@ -527,7 +566,7 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
 
     whole = tmp_path / "whole"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    flags = [w for w in shlex.split(resume)[4:] if not w.startswith(("--out_dir", "--init_from"))]
+    flags = [word for word in shlex.split(begin)[4:] if not word.startswith("--out_dir")]
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={whole}"]
     subprocess.run(command, check=True, env=env, capture_output=True)
 

@@ -1,0 +1,74 @@
+"""When two runs are the same: what scripts/runs.py says of their settings, and what train.py makes."""
+
+from dataclasses import asdict
+
+import pytest
+from running import assert_same_run, flags, train
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, ModelError
+from scripts import runs
+
+# Another value for each knob that only some runs read
+ANOTHER = {
+    "gate_start": 6, "ema_rate": 0.5, "gate_end": 9, "gate_end_ratio": 0.75, "calib_skip_first": True,
+    "calibration": "mean_scale", "gate_schedule": "linear", "gate_gaps": "2,2,3", "anchor_target": "batch",
+    "anchor_unit": "relative", "coupled_grad": True, "coupled_from_layer": 1, "norm_bias": False,
+    "dyt_alpha": "(1,1,1)", "kl_weight": 0.5, "ce_weight": 0.5, "adapter_rank": 2, "adapter_alpha": 3,
+    "adapter_targets": "qkv", "min_lr": 1e-4, "lr_decay_iters": 40,
+}  # fmt: skip
+SHORT = {"max_iters": 12, "eval_interval": 12, "ckpt_interval": 12, "gate_start": 3, "gate_end": 8}
+PLAIN = {**SHORT, "taper": "none", "aux_weight": 0}
+REFUSED_UNREAD = {
+    "calib_skip_first", "calibration", "gate_gaps", "anchor_target", "anchor_unit", "coupled_grad",
+    "coupled_from_layer", "norm_bias", "dyt_alpha",
+}  # fmt: skip
+RUNS = {
+    "the baseline": PLAIN,
+    "anchored": PLAIN | {"aux_weight": 0.5},
+    "anchored to each batch": PLAIN | {"aux_weight": 0.5, "anchor_target": "batch"},
+    "a taper at a constant rate": SHORT | {"taper": "all", "aux_weight": 0, "decay_lr": False},
+}
+
+
+def settled(knobs: dict) -> Config:
+    """The settings as a run has them. Raises: BadInput, ModelError."""
+    config = parse(Config, [f"--{name}={value}" for name, value in knobs.items()])[0].resolve()
+    config.model_config()
+    return config
+
+
+def unread(knobs: dict) -> dict:
+    """{knob that a run does not read, and may be given all the same: another value}."""
+    config = settled(knobs)
+    others = sorted(set(ANOTHER) - REFUSED_UNREAD)
+    return {name: ANOTHER[name] for name in others if not runs.is_read(name, config)}
+
+
+def test_each_knob_that_only_some_read_is_tried_or_refused():
+    assert set(ANOTHER) == set(runs.READ_BY) | set(runs.SCHEDULE_READ_BY)
+    assert set(ANOTHER) - REFUSED_UNREAD == {name for knobs in RUNS.values() for name in unread(knobs)}
+    for name in REFUSED_UNREAD:
+        with pytest.raises((BadInput, ModelError)):
+            settled(PLAIN | {name: ANOTHER[name]})
+
+
+def test_without_a_config_json_the_checkpoint_says_whose_run_it_is(corpus, tmp_path):
+    argv = flags(tmp_path / "run", corpus, **SHORT | {"weight_decay": 5.0})
+    train(*argv)
+    (tmp_path / "run/config.json").write_text("{")
+    for decay, wanted in ((5.0, ("resume", "")), (0.0, ("refused", "weight_decay=5.0, not 0.0"))):
+        settings = parse(Config, [*argv, f"--weight_decay={decay}"])[0].resolve()
+        state, why = runs.look(runs.PlannedRun("run", tmp_path / "run", [], asdict(settings)))
+        assert state == wanted[0] and wanted[1] in why
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_knob_that_is_not_read_changes_nothing(name, corpus, tmp_path):
+    """Weights, optimizer and log equal to the bit with every such knob set anew, and one identity."""
+    for folder, more in (("as_it_is", {}), ("anew", unread(RUNS[name]))):
+        train(*flags(tmp_path / folder, corpus, **RUNS[name] | more))
+    assert_same_run(tmp_path / "as_it_is", tmp_path / "anew")
+    first, second = (runs.recorded_settings(tmp_path / folder) for folder in ("as_it_is", "anew"))
+    assert first != second and runs.identity(first) == runs.identity(second)
