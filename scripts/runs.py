@@ -86,7 +86,7 @@ SCHEDULE_READ_BY = {"min_lr": decays, "lr_decay_iters": decays}  # of any varian
 
 # Knobs in which two records of the same run may differ (the ratio is in the gate_end that it gave), which are
 # those that a resume may name, but for these
-SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}  # all the same
+SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
 NOT_THE_RUN = FREE_ON_RESUME - SET_APART | {"gate_end_ratio"}
 NEW_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
 
