@@ -107,13 +107,13 @@ class Config(ModelKnobs):
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if self.taper != "none" or (self.aux_weight > 0 and self.anchor_target == "fixed"):
-            self.refuse_no_gate()
+            self.check_gate()
         self.resolve_distillation()
         return self
 
-    def refuse_no_gate(self):
-        """Refuse a taper without steps to calibrate on and to go down in, and an anchor without a start.
-        Raises: BadInput."""
+    def check_gate(self):
+        """Refuse a taper without steps to calibrate on or to go down in, and an anchor whose scale is never
+        frozen. Raises: BadInput."""
         if self.gate_start < 1:
             remedy = "set gate_start (or warmup_iters) to 1 or more"
             raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")

@@ -94,11 +94,10 @@ def rows_of(
     for _, same in base.groupby("group"):
         if len(several := sorted(set(same.what))) > 1:
             raise BadInput(f"{' and '.join(several[:2])} would be one {to}; name what differs in --by")
-    both = base.against.notna().any()  # pairs agree in the knob
-    keys = [
-        (group, seed, None if math.isnan(value) or not both else value)
-        for group, seed, value in zip(table.group, table.seed, table.against, strict=True)
-    ]
+    reads_it = base.against.notna().any()
+    at = table.against if reads_it else pd.Series(math.nan, table.index)
+    at = at.astype(object).where(at.notna(), None)  # None, unlike nan, is equal to itself
+    keys = list(zip(table.group, table.seed, at, strict=True))
     of = {key: loss for key, loss, v in zip(keys, table.loss, table.variant, strict=True) if v == to}
     gap = 100 * (table.loss / np.array([of.get(key, math.nan) for key in keys]) - 1)
     return table.assign(gap=gap.where(table.variant != to))

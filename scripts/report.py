@@ -193,7 +193,8 @@ def table_of(runs: list[FinishedRun]) -> pd.DataFrame:
 
 
 def varying(runs: pd.DataFrame) -> list[str]:
-    """Knobs in which runs that read them differ, lambda among runs of the same variant."""
+    """Knobs in which runs that read them differ, lambda among runs of the same variant. Weights to start from
+    are none where each seed has its own."""
     rows = []
     for run in runs.run:
         for knob, value in run.point.items():
@@ -202,7 +203,10 @@ def varying(runs: pd.DataFrame) -> list[str]:
     points = pd.DataFrame(rows, columns=["knob", "among", "value"])
     values = points.groupby(["knob", "among"], sort=False).value.nunique()
     most = values.groupby("knob", sort=False).max()
-    return list(most.index[most > 1])
+    found = list(most.index[most > 1])
+    if "init_from" in found and runs.groupby("seed").init_from.nunique().max() == 1:
+        found.remove("init_from")
+    return found
 
 
 def split(runs: pd.DataFrame, columns: list[str]) -> dict[tuple, pd.DataFrame]:
@@ -522,7 +526,9 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
                 title, figure = "Schedule of the taper", "schedule" + name
             readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
             beside = [k for k in options if k in vary and k not in (*knobs, "aux_weight")]
-            knobs += [k for k in beside if readers[k].nunique(dropna=False) > 1]  # never averaged over
+            knobs += [
+                k for k in beside if readers[k].nunique(dropna=False) > 1
+            ]  # never averaged over; lambda has rows of its own
             if study := schedule_study(figures, figure, readers, knobs):
                 text += [f"### {title}, {steps:,} steps", *study]
     return text

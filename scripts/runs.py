@@ -72,7 +72,7 @@ def decays(c: Config) -> bool:
     return c.decay_lr
 
 
-# Knobs that only some variants read; set anywhere else they would repeat the same run under another name
+# Knobs that only some runs read, by what they are; set anywhere else they would repeat the same run under another name
 READ_BY = {
     "gate_start": has_start, "ema_rate": has_start,
     "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
@@ -84,11 +84,11 @@ READ_BY = {
 }  # fmt: skip
 SCHEDULE_READ_BY = {"min_lr": decays, "lr_decay_iters": decays}  # of any variant
 
-# Knobs in which two records of the same run may differ (the ratio is in the gate_end that it gave), which are
-# those that a resume may name, but for these
+# A resume may change these, yet they make another run
 SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
+# Two records of one run may differ in these; the ratio is in the gate_end that it gave
 NOT_THE_RUN = FREE_ON_RESUME - SET_APART | {"gate_end_ratio"}
-NEW_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
+NO_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
 
 
 def is_read(knob: str, config: Config) -> bool:
@@ -101,7 +101,7 @@ def counted(settings: dict) -> dict:
     """What sets a run with these settings apart from others: the knobs that it reads, in their order."""
     later = {name: getattr(Config, name) for name in sorted(KNOBS_ADDED_LATER - set(settings))}
     settings = settings | later
-    if settings.get("init_from") in NEW_WEIGHTS:
+    if settings.get("init_from") in NO_WEIGHTS:
         settings["init_from"] = "scratch"
     kept = {knob: value for knob, value in settings.items() if knob not in NOT_THE_RUN}
     try:
@@ -217,8 +217,8 @@ def bad_export(folder: Path, settings: dict) -> str:
 
 @dataclass(eq=False)
 class PlannedRun:
-    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `anew`: those of argv
-    that a run which goes on may change, as flags, `steps` last seen."""
+    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `steps` last seen.
+    `anew` has the flags of argv that may still change when the run goes on."""
 
     name: str
     folder: Path
@@ -251,15 +251,27 @@ def tail(path: str | Path) -> list[str]:
 def recorded_settings(folder: Path) -> dict | None:
     """The settings in a run folder's config.json, None if they cannot be read."""
     with suppress(OSError, ValueError):
-        return json_object((folder / "config.json").read_bytes())
+        return as_begun(folder, json_object((folder / "config.json").read_bytes()))
     return None
 
 
 def settings_to_resume(folder: Path) -> dict | None:
     """The settings of the checkpoint that train.py would go on with, None if it could with none."""
     with suppress(BadInput):
-        return asdict(first_good(folder / "ckpt.pt", folder / "ckpt.prev.pt", settings=Config)[0]["run"])
+        file, *_ = first_good(folder / "ckpt.pt", folder / "ckpt.prev.pt", settings=Config)
+        return as_begun(folder, asdict(file["run"]))
     return None
+
+
+def as_begun(folder: Path, settings: dict) -> dict:
+    """Recorded settings with the weights that the run began with: a resume by an earlier version wrote over
+    init_from everywhere but in the first line of the log."""
+    if settings.get("init_from") in ("resume", "auto"):
+        with suppress(OSError, BadInput, LookupError, TypeError):
+            return settings | {
+                "init_from": read_log(folder / "metrics.jsonl").header["settings"]["init_from"]
+            }
+    return settings
 
 
 def held(folder: Path) -> bool:

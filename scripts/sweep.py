@@ -44,7 +44,7 @@ from nanonorm.run import given_weights
 from nanonorm.typed import Count
 from scripts.runs import (
     AUX_WEIGHT,
-    NEW_WEIGHTS,
+    NO_WEIGHTS,
     PAPER_ROWS,
     PlannedRun,
     finite,
@@ -137,7 +137,7 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
         asked, explicit, _ = parse(Config, argv, files=True)
         free = sorted(explicit & FREE_ON_RESUME - {"out_dir", "init_from"})
         anew = [f"--{name}={getattr(asked, name)}" for name in free]
-        if asked.init_from in NEW_WEIGHTS:
+        if asked.init_from in NO_WEIGHTS:
             return argv, anew, asked
         file, given = weights(asked.init_from)
         return argv, anew, asked.started_from(file, explicit, str(given))
@@ -163,7 +163,7 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
 
 def command(run: PlannedRun, state: str) -> list[str]:
     argv = [*run.argv, f"--out_dir={run.folder}"]
-    if state == "resume":  # its settings are on record, and `look` has compared them
+    if state == "resume":  # `look` has compared its config.json; ckpt.pt is taken to be of the same run
         argv = [*run.anew, argv[-1], "--init_from=resume"]
     return [sys.executable, str(ROOT / "train.py"), *argv]
 

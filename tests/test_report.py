@@ -469,9 +469,15 @@ def test_a_study_of_gates_does_not_mix_tuned_rates(undrawn, tmp_path):
     assert sum("| 0.001 |" in row for row in rows) == 2
 
 
-def test_a_study_of_one_knob_does_not_average_over_another(undrawn, tmp_path):
+def test_a_study_of_one_knob_does_not_average_over_another(undrawn, tmp_path, monkeypatch):
     """Two starts and two ends of a gate, two seeds each: four rows in either study, a figure for each."""
-    runs = tmp_path / "runs"
+    runs, axes, study = tmp_path / "runs", {}, figures.Figures.study
+
+    def noted(self, name, label, *args, **kwargs):
+        axes[name] = label
+        return study(self, name, label, *args, **kwargs)
+
+    monkeypatch.setattr(figures.Figures, "study", noted)
     for seed in (1, 2):
         write_run(runs / f"b{seed}", "baseline", seed)
         for start, end in product((10, 20), (200, 300)):
@@ -479,11 +485,13 @@ def test_a_study_of_one_knob_does_not_average_over_another(undrawn, tmp_path):
             write_run(runs / f"i{start}-{end}-{seed}", "internal", seed, **knobs)
     text = make(tmp_path / "out", runs)
     for title, figure in (("Start of the taper", "start_400"), ("Schedule of the taper", "schedule_400")):
-        study = text[text.index(f"### {title}, 400 steps") :]
-        study = study[: study.find("###", 3)].splitlines()
-        rows = [line for line in study if line.startswith("| internal")]
+        said = text[text.index(f"### {title}, 400 steps") :]
+        said = said[: said.find("###", 3)].splitlines()
+        rows = [line for line in said if line.startswith("| internal")]
         assert len(rows) == 4 and all("| 2 | 1, 2 |" in row for row in rows)
-        assert f"![{figure}]({figure}.png)" in study
+        assert f"![{figure}]({figure}.png)" in said
+    steps = "optimizer step"
+    assert axes == {"start_400": f"gate_start, {steps}", "schedule_400": f"gate_end, {steps}"}
 
 
 def test_runs_from_two_sets_of_weights_are_two(undrawn, tmp_path):
@@ -492,6 +500,10 @@ def test_runs_from_two_sets_of_weights_are_two(undrawn, tmp_path):
     text = make(tmp_path / "out", tmp_path / "runs")
     assert "They differ in: variant, seed, init_from" in text and "Runs used: 3; left out: 1" in text
     assert f"{tmp_path}/runs/scratch: the same settings as {tmp_path}/runs/auto" in text
+    for seed, variant in product((1, 2), ("baseline", "internal")):  # each seed has its own
+        write_run(tmp_path / f"own/{variant}{seed}", variant, seed, init_from=f"out/seed{seed}")
+    text = make(tmp_path / "own_out", tmp_path / "own")
+    assert "They differ in: variant, seed\n" in text and "| internal | 2 |" in text
 
 
 def test_a_curve_is_over_the_seeds_of_all_its_points(undrawn, tmp_path):

@@ -450,13 +450,19 @@ def test_weights_are_part_of_a_run(tmp_path):
     for name in ("a", "b"):
         torch.save(Transformer(model).to_file({}), tmp_path / f"{name}.pt")
         (tmp_path / f"{name}.py").write_text(f"init_from = '{tmp_path / name}.pt'\n")
-        argv = ["--variants=baseline,internal", "--gate_schedule=linear", "--max_iters=40"]
-        for run in sweep.grid(*sweep.read_command([str(tmp_path / f"{name}.py"), *argv])):
+        argv = ["--variants=baseline,internal", "--gate_schedule=sequential", "--gate_gaps=(2,2,3)"]
+        for run in sweep.grid(*sweep.read_command([str(tmp_path / f"{name}.py"), *argv, "--max_iters=40"])):
             identities.add(runs.identity(run.settings))
-            assert ("--gate_schedule=linear" in run.argv) == (run.name == "internal")
+            assert ("--gate_schedule=sequential" in run.argv) == (run.name == "internal")
     assert len(identities) == 4
-    settings = {how: Config(init_from=how).resolve() for how in ("scratch", "resume", "auto", "out/a")}
-    assert len({runs.identity(asdict(config)) for config in settings.values()}) == 2
+    settings = {
+        how: asdict(Config(init_from=how).resolve()) for how in ("scratch", "resume", "auto", "out/a")
+    }
+    assert len({runs.identity(s) for s in settings.values()}) == 2
+    (tmp_path / "config.json").write_text(json.dumps(settings["resume"]))  # an earlier version's
+    assert runs.recorded_settings(tmp_path)["init_from"] == "resume"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"settings": settings["out/a"]}) + "\n")
+    assert runs.recorded_settings(tmp_path)["init_from"] == "out/a"
 
 
 STUDIES = {
