@@ -526,9 +526,7 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
                 title, figure = "Schedule of the taper", "schedule" + name
             readers = runs[[any(k in run.point for k in knobs) for run in runs.run]]
             beside = [k for k in options if k in vary and k not in (*knobs, "aux_weight")]
-            knobs += [
-                k for k in beside if readers[k].nunique(dropna=False) > 1
-            ]  # never averaged over; lambda has rows of its own
+            knobs += [k for k in beside if readers[k].nunique(dropna=False) > 1]  # lambda has rows anyway
             if study := schedule_study(figures, figure, readers, knobs):
                 text += [f"### {title}, {steps:,} steps", *study]
     return text

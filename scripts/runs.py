@@ -72,7 +72,7 @@ def decays(c: Config) -> bool:
     return c.decay_lr
 
 
-# Knobs that only some runs read, by what they are; set anywhere else they would repeat the same run under another name
+# Knobs that only some runs read, by what they are; set anywhere else they would repeat a run under another name
 READ_BY = {
     "gate_start": has_start, "ema_rate": has_start,
     "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
@@ -268,9 +268,8 @@ def as_begun(folder: Path, settings: dict) -> dict:
     init_from everywhere but in the first line of the log."""
     if settings.get("init_from") in ("resume", "auto"):
         with suppress(OSError, BadInput, LookupError, TypeError):
-            return settings | {
-                "init_from": read_log(folder / "metrics.jsonl").header["settings"]["init_from"]
-            }
+            begun = read_log(folder / "metrics.jsonl").header["settings"]
+            return settings | {"init_from": begun["init_from"]}
     return settings
 
 

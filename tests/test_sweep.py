@@ -455,9 +455,8 @@ def test_weights_are_part_of_a_run(tmp_path):
             identities.add(runs.identity(run.settings))
             assert ("--gate_schedule=sequential" in run.argv) == (run.name == "internal")
     assert len(identities) == 4
-    settings = {
-        how: asdict(Config(init_from=how).resolve()) for how in ("scratch", "resume", "auto", "out/a")
-    }
+    begun = ("scratch", "resume", "auto", "out/a")
+    settings = {how: asdict(Config(init_from=how).resolve()) for how in begun}
     assert len({runs.identity(s) for s in settings.values()}) == 2
     (tmp_path / "config.json").write_text(json.dumps(settings["resume"]))  # an earlier version's
     assert runs.recorded_settings(tmp_path)["init_from"] == "resume"
