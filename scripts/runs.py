@@ -72,7 +72,7 @@ def decays(c: Config) -> bool:
     return c.decay_lr
 
 
-# Knobs that only some runs read, by what they are; set anywhere else they would repeat a run under another name
+# Knobs that only some runs read, by what they are; set anywhere else they would repeat a run by another name
 READ_BY = {
     "gate_start": has_start, "ema_rate": has_start,
     "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
