@@ -12,7 +12,7 @@ from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
-from nanonorm.schedules import drop_steps, gate_sites
+from nanonorm.schedules import check_gates, settle_gates
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 
@@ -95,7 +95,7 @@ class Config(ModelKnobs):
             self.warmup_iters = max(1, self.max_iters // 20)
         if self.lr_decay_iters is None:
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
-        self.resolve_gates()
+        settle_gates(self)
         if self.warmup_iters >= self.lr_decay_iters:
             raise BadInput(
                 f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
@@ -107,51 +107,9 @@ class Config(ModelKnobs):
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if self.taper != "none" or (self.aux_weight > 0 and self.anchor_target == "fixed"):
-            self.check_gate()
+            check_gates(self)
         self.resolve_distillation()
         return self
-
-    def check_gate(self):
-        """Refuse a taper without steps to calibrate on or to go down in, and an anchor whose scale is never
-        frozen. Raises: BadInput."""
-        if self.gate_start < 1:
-            remedy = "set gate_start (or warmup_iters) to 1 or more"
-            raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
-        if self.taper == "none" and self.gate_start >= self.max_iters:
-            steps = f"gate_start={self.gate_start} must be below max_iters={self.max_iters}"
-            raise BadInput(f"{steps}: the anchor holds the scale from there on")
-        if self.taper != "none" and not self.gate_start < self.gate_end <= self.max_iters:
-            steps = f"{self.gate_start}, {self.gate_end}, {self.max_iters}"
-            early = self.gate_end == max(1, round(self.gate_end_ratio * self.max_iters)) <= self.gate_start
-            why = f"; gate_end_ratio={self.gate_end_ratio} puts gate_end there" if early else ""
-            raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
-
-    def resolve_gates(self):
-        """Fill in gate_start and gate_end. Raises: BadInput for a schedule that contradicts itself."""
-        if self.gate_start is None:
-            self.gate_start = self.warmup_iters
-        one_by_one = self.gate_schedule == "sequential"
-        if one_by_one and self.taper not in ("internal", "all"):
-            needs = "needs taper=internal or all, of which norms go one by one"
-            raise BadInput(f"gate_schedule=sequential {needs}")
-        if one_by_one != (self.gate_gaps is not None):
-            raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps=2,2,3")
-        if one_by_one and len(self.gate_gaps) != 3:
-            three = "MLPs' norms, attentions' for queries and keys, for values"
-            raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {self.gate_gaps}")
-        last = max(1, round(self.gate_end_ratio * self.max_iters))
-        if one_by_one:
-            last = max(drop_steps(self, gate_sites(self)))
-        if one_by_one and self.gate_end not in (None, last):
-            said = f"gate_end={self.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
-            raise BadInput(f"{said}; leave it out, or set gate_end=None")
-        if one_by_one and last <= self.gate_start:
-            raise BadInput(f"gate_gaps={self.gate_gaps} takes every norm at step {last}; make one larger")
-        if one_by_one and last > self.max_iters:
-            said = f"by gate_gaps={self.gate_gaps} the last norm goes at step {last}"
-            raise BadInput(f"{said}, beyond max_iters={self.max_iters}; make them smaller, or the run longer")
-        if self.gate_end is None:
-            self.gate_end = last
 
     def resolve_distillation(self):
         """Fill in adapter_alpha. Raises: BadInput for a teacher or adapters that make no sense."""

@@ -1,11 +1,15 @@
-"""Schedules: the learning rate, the phase and the gates as functions of the step, and what each gate is of.
+"""Schedules: the learning rate, the phase and the gates as functions of the step, what each gate is of, and
+which schedules of gates make sense.
 
-`cfg` is a resolved config.Config. Steps count from 0; what holds at step k holds for optimizer step k.
+`cfg` is a config.Config, resolved except for settle_gates, which is part of resolving it. Steps count from 0;
+what holds at step k holds for optimizer step k.
 """
 
 import math
 import statistics
 from itertools import accumulate
+
+from nanonorm.errors import BadInput
 
 
 def lr_at(step: int, cfg) -> float:
@@ -84,3 +88,48 @@ def drop_steps(cfg, sites: list[str]) -> list[int]:
         turn = ORDER[kind]
         steps.append(firsts[turn] + gaps[turn] * int(block))
     return steps
+
+
+def settle_gates(cfg):
+    """Fill in gate_start and gate_end of a run's settings. Raises: BadInput for a schedule that contradicts
+    itself."""
+    if cfg.gate_start is None:
+        cfg.gate_start = cfg.warmup_iters
+    one_by_one = cfg.gate_schedule == "sequential"
+    if one_by_one and cfg.taper not in ("internal", "all"):
+        needs = "needs taper=internal or all, of which norms go one by one"
+        raise BadInput(f"gate_schedule=sequential {needs}")
+    if one_by_one != (cfg.gate_gaps is not None):
+        raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps=2,2,3")
+    if one_by_one and len(cfg.gate_gaps) != 3:
+        three = "MLPs' norms, attentions' for queries and keys, for values"
+        raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {cfg.gate_gaps}")
+    last = max(1, round(cfg.gate_end_ratio * cfg.max_iters))
+    if one_by_one:
+        last = max(drop_steps(cfg, gate_sites(cfg)))
+    if one_by_one and cfg.gate_end not in (None, last):
+        said = f"gate_end={cfg.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
+        raise BadInput(f"{said}; leave it out, or set gate_end=None")
+    if one_by_one and last <= cfg.gate_start:
+        raise BadInput(f"gate_gaps={cfg.gate_gaps} takes every norm at step {last}; make one larger")
+    if one_by_one and last > cfg.max_iters:
+        said = f"by gate_gaps={cfg.gate_gaps} the last norm goes at step {last}"
+        raise BadInput(f"{said}, beyond max_iters={cfg.max_iters}; make them smaller, or the run longer")
+    if cfg.gate_end is None:
+        cfg.gate_end = last
+
+
+def check_gates(cfg):
+    """Refuse a taper without steps to calibrate on or to go down in, and an anchor whose scale is never
+    frozen. Raises: BadInput."""
+    if cfg.gate_start < 1:
+        remedy = "set gate_start (or warmup_iters) to 1 or more"
+        raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
+    if cfg.taper == "none" and cfg.gate_start >= cfg.max_iters:
+        steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
+        raise BadInput(f"{steps}: the anchor holds the scale from there on")
+    if cfg.taper != "none" and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
+        steps = f"{cfg.gate_start}, {cfg.gate_end}, {cfg.max_iters}"
+        early = cfg.gate_end == max(1, round(cfg.gate_end_ratio * cfg.max_iters)) <= cfg.gate_start
+        why = f"; gate_end_ratio={cfg.gate_end_ratio} puts gate_end there" if early else ""
+        raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
