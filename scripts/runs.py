@@ -6,14 +6,16 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import FREE_ON_RESUME, KNOBS_ADDED_LATER, Config
+from data import is_text_of, open_corpus
 from model import exports
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.files import ROOT, hold_folder, json_object, read_file
 from nanonorm.log import check_header, read_log
 from nanonorm.run import MARKS, first_good
 
@@ -280,6 +282,22 @@ def held(folder: Path) -> bool:
     return True
 
 
+@lru_cache
+def corpus_now(folder: Path, block_size: int) -> dict | None:
+    """What a corpus is now, as open_corpus tells it; None where it cannot be opened."""
+    with suppress(BadInput):
+        return open_corpus(folder, block_size)[0]
+    return None
+
+
+def is_of_another_text(run: PlannedRun) -> bool:
+    """Whether a run's corpus has been prepared anew since, from another text or for another tokenizer. False
+    where the log or the corpus does not tell."""
+    now = corpus_now(ROOT / "data" / run.settings["dataset"], run.settings["block_size"])
+    recorded = read_log(run.folder / "metrics.jsonl").header.get("corpus")
+    return None not in (now, recorded) and not is_text_of(now, recorded)
+
+
 def look(run: PlannedRun) -> tuple[str, str]:
     """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
     folder, recorded, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
@@ -300,6 +318,9 @@ def look(run: PlannedRun) -> tuple[str, str]:
     end = run.last_line()
     at_end = "val/loss" in end and end.get("iter") == run.settings["max_iters"]
     if at_end and recorded is not None and not cut and not bad_export(folder, run.settings):
+        if is_of_another_text(run):
+            other = f"is of another text than the corpus {run.settings['dataset']} holds now"
+            return "refused", f"{other}; move {folder} away, or name another --out"
         return "finished", ""
     if not any(path.exists() for path in checkpoints):
         return "refused", f"has no ckpt.pt to go on with; remove {folder}"

@@ -11,9 +11,9 @@ flag that is given twice the last counts. With --variants, norm and taper come f
 A knob that a variant does not read (gate_end without a taper) makes no second run of it.
 
 Each run writes OUT/<name>/ and OUT/<name>.log. The same command again goes on: what is finished stays,
-interrupted runs resume; a folder with other settings is reported and left alone. Exit status: 0 when every
-run of the grid is finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave first), 2 for bad
-input.
+interrupted runs resume; a folder with other settings or of another text is reported and left alone. Exit
+status: 0 when every run of the grid is finished, 1 when one is not, 130 after Ctrl-C (the runs save and leave
+first), 2 for bad input.
 """
 
 import ctypes

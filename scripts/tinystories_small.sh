@@ -91,10 +91,16 @@ start_fresh() { # the early start on seeds that chose nothing, and at a higher r
         --gate_start=25 $half
 }
 
-unit() { # one lambda for the anchor in the scale's own units, at three widths
-    sweep relative --seed=9,10,11 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
-    sweep relative_128 --seed=1,2,3 --n_embd=128 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
-    sweep relative_256 --seed=1 --n_embd=256 --variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half
+unit() { # one lambda for the anchor in the scale's own units, at three widths and at a high rate
+    local relative="--variants=internal_aux --anchor_unit=relative --aux_weight=0.015 $half"
+    # shellcheck disable=SC2086  # flags
+    {
+        sweep relative --seed=9,10,11 $relative
+        sweep relative_128 --seed=1,2,3 --n_embd=128 $relative
+        sweep relative_256 --seed=1,2 --n_embd=256 $relative
+        sweep relative_1e-2 --seed=9,10,11 --learning_rate=1e-2 $relative
+    }
+    sweep unit_1e-2 --seed=9,10,11 --learning_rate=1e-2 --variants=baseline_aux,internal_aux $half
 }
 
 recipe() { # on fresh seeds, of which 9 to 14 chose half of the run over three quarters
@@ -107,7 +113,7 @@ recipe_long() {
 
 width() { # twice and four times as wide
     sweep width --seed=1,2,3 --n_embd=128 --variants=$anchored $half
-    sweep width_256 --seed=1 --n_embd=256 --variants=baseline_aux,internal_aux $half
+    sweep width_256 --seed=1,2 --n_embd=256 --variants=baseline_aux,internal_aux $half
 }
 
 variants() { # the other rows of the tables, and the tapers with the paper's gate

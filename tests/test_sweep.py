@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from config import Config
-from data import prepare
+from data import open_corpus, prepare
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
@@ -464,10 +464,34 @@ def test_weights_are_part_of_a_run(tmp_path):
     assert runs.recorded_settings(tmp_path)["init_from"] == "out/a"
 
 
+def test_a_corpus_that_was_prepared_anew_makes_other_runs(stand_in, tmp_path, monkeypatch, capsys):
+    text, corpus = Path(argparse.__file__).read_text(), tmp_path / "corpus"
+
+    def prepared(text: str) -> dict:
+        corpus.mkdir(exist_ok=True)
+        prepare(lambda: [(text, True)], lambda: [(text[:3000], True)], corpus, 400, "a module")
+        runs.corpus_now.cache_clear()  # as for a command of its own
+        return open_corpus(corpus, 16)[0]
+
+    argv = [*TINY, "--max_iters=4", f"--dataset={corpus}", "--variants=baseline", f"--out={tmp_path / 'out'}"]
+    of = prepared(text)
+    assert run_sweep(monkeypatch, *argv) == 0
+    log = tmp_path / "out/baseline/metrics.jsonl"
+    log.write_text(json.dumps({"corpus": of}) + "\n" + log.read_text())
+    assert run_sweep(monkeypatch, *argv) == 0
+    assert "was finished before" in capsys.readouterr().err
+    prepared(text.replace("argument", "argumemt"))
+    assert run_sweep(monkeypatch, *argv) == 1
+    said = capsys.readouterr().err
+    assert f"is of another text than the corpus {corpus} holds now; move {log.parent} away" in said
+    prepared(text)
+    assert run_sweep(monkeypatch, *argv) == 0
+
+
 STUDIES = {
     "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
-    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 1,
-    "recipe": 48, "recipe_long": 32, "width": 9 + 2, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
+    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 2 + 3 + 6,
+    "recipe": 48, "recipe_long": 32, "width": 9 + 4, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
 }  # fmt: skip
 
 
