@@ -14,7 +14,6 @@ installed by `pip install -r requirements-export.txt`.
 
 import contextlib
 import copy
-import json
 import shutil
 import signal
 import sys
@@ -33,7 +32,7 @@ from data.tokenizer import Tokenizer
 from model import NO_ANCHOR, Transformer, export, exports
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
-from nanonorm.files import ROOT, sync_folder, writing
+from nanonorm.files import ROOT, json_object, sync_folder, writing
 from nanonorm.kernels import types_of
 from nanonorm.run import open_model
 from sample import tokenizer_of
@@ -99,16 +98,21 @@ def open_source(name: str, form: str) -> tuple[Transformer, Path]:
     return Transformer.from_file(file, path), path
 
 
-def real_text(tokenizer: Tokenizer, block_size: int) -> tuple[torch.Tensor, str]:
-    """(ids (ROWS, T) of real text, where it is from): a corpus of this tokenizer if one is here."""
+def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[torch.Tensor, str]:
+    """(ids (ROWS, T) of real text, where it is from): of a corpus of this tokenizer if one is here, first of
+    all the one whose source is `own`."""
     T = min(block_size, LENGTH)
-    for meta in sorted((ROOT / "data").glob("*/meta.json")):
+    found = []
+    for path in sorted((ROOT / "data").glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            said = json.loads(meta.read_text())
+            said = json_object(path.read_bytes())
             if said["tokenizer_sha256"] == tokenizer.sha256:
-                ids = np.memmap(meta.with_name("val.bin"), dtype=said["dtype"], mode="r")[: ROWS * T]
-                ids = ids.astype(np.int64).reshape(ROWS, T)  # ValueError for a shorter one
-                return torch.from_numpy(ids), f"the validation split of {said['source']}"
+                found.append((said["source"] != own, path.with_name("val.bin"), said))
+    for _, split, said in sorted(found, key=lambda corpus: corpus[:2]):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            ids = np.memmap(split, dtype=said["dtype"], mode="r")[: ROWS * T]
+            ids = ids.astype(np.int64).reshape(ROWS, T)  # ValueError for a shorter one
+            return torch.from_numpy(ids), f"the validation split of {said['source']}"
     text = (ROOT / "README.md").read_text()
     ids = tokenizer.encode(text)
     return torch.tensor((ids * (1 + ROWS * T // len(ids)))[: ROWS * T]).view(ROWS, T), "nanonorm's README.md"
@@ -165,8 +169,8 @@ def main():
             gate = model.gate.mean().item()
             print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
-        idx, text = real_text(tokenizer, model.config.block_size)
         meta = model.meta
+        idx, text = real_text(tokenizer, model.config.block_size, meta.get("corpus", {}).get("source"))
         wanted = torch.float32 if cfg.to in ("gguf", "onnx") else DTYPES.get(cfg.dtype)  # what is written
         if wanted is not None:  # the fold is to be as exact as what it is written in
             model = model.to(torch.promote_types(types_of(model)[0], wanted))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from model import ModelConfig, Transformer, fold, unfuse
 from nanonorm.errors import BadInput
 from nanonorm.files import write_file, writing
 from nanonorm.run import open_model
+from scripts import convert as command
 from scripts import exports as shared
 from scripts import where_it_runs
 from scripts.exports import hf, tokenizer_json
@@ -416,6 +418,25 @@ def test_the_card_says_what_it_is(saved, tmp_path):
     ):  # fmt: skip
         assert words in card, words
     assert str(tmp_path) not in card and facts(out)["base"] == base
+
+
+def test_an_export_is_compared_on_the_networks_own_text(corpus, tmp_path, monkeypatch):
+    """Where it is here, whatever else is in the same tokens; else on any such text, else on the README."""
+    for name, source in (("a", "a book"), ("b", "two modules"), ("c", "a letter")):
+        shutil.copytree(corpus, tmp_path / "data" / name)
+        meta = json.loads((corpus / "meta.json").read_text())
+        (tmp_path / f"data/{name}/meta.json").write_text(json.dumps(meta | {"source": source}))
+    (tmp_path / "data/b/val.bin").write_bytes(bytes(range(1, 97)) * 4)
+    (tmp_path / "data/c/meta.json").write_text("[]")
+    (tmp_path / "README.md").write_text("norms " * 100)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    tokenizer, split = load_tokenizer(corpus), "the validation split of"
+    ids, text = command.real_text(tokenizer, 48, "two modules")
+    assert text == f"{split} two modules" and ids.shape == (2, 48) and ids[0, 0] == 1 + 2 * 256
+    assert command.real_text(tokenizer, 48, None)[1] == f"{split} a book"
+    shutil.rmtree(tmp_path / "data")
+    ids, text = command.real_text(tokenizer, 48, "two modules")
+    assert text == "nanonorm's README.md" and ids.shape == (2, 48)
 
 
 def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):
