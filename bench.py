@@ -114,6 +114,7 @@ def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     shift = shape.norm_bias or norm not in ("layernorm", "cbwc")
     first = shape.coupled_from_layer if norm == "coupled" else 0
     own = {"taper": taper, "taper_qk": shape.taper_qk and taper in ("internal", "all")}
+    own["dyt_alpha"] = shape.dyt_alpha if norm in ("dyt", "derf") else None
     return replace(shape, form="trained", norm=norm, norm_bias=shift, coupled_from_layer=first,
                    coupled_grad=False, dropout=0.0, **NO_ANCHOR, **NO_TAPER | own)  # fmt: skip
 

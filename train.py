@@ -26,14 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from begin import change_of, distance_of, make_trained, origin_of
 from config import Config
-from data import open_corpus, prepare_if_missing
+from data import corpus_folder, open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from model import Transformer, export, exports
 from nanonorm.cli import parse
 from nanonorm.distill import Distilled
 from nanonorm.errors import one_line_errors
-from nanonorm.files import ROOT
 from nanonorm.machine import Replayed, keep_freed_memory, set_up, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
@@ -205,9 +204,9 @@ class Step:
 
 
 def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[str, float]:
-    """The metrics after `done` steps, by their names in wandb. Those of the stream and the gradient are of
-    the first rank's last micro-batch, which the old weights saw. peak: FLOP/s of the machine, 0 if not
-    measured."""
+    """The metrics after `done` steps, by their names in wandb. Those of the stream are of the first rank's
+    last micro-batch, and they and the gradient of the weights before the step. peak: FLOP/s of the machine,
+    0 if not measured."""
     model, totals, (stream, norms) = step.model, step.totals, step.last
     step.ranks.sum(totals)
     ce, aux, n = totals.tolist()
@@ -264,9 +263,9 @@ def export_all(model: Transformer | Distilled, folder: RunFolder, val_tokens, me
 def main(held: ExitStack):
     # --- what to run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends a prepare.py as well
-    asked, explicit, _ = parse(Config, sys.argv[1:], files=True, usage=__doc__)
+    asked, explicit, files = parse(Config, sys.argv[1:], files=True, usage=__doc__)
     ranks = Ranks()
-    start = begin(asked, explicit, ranks, held)
+    start = begin(asked, explicit, files, ranks, held)
     cfg, progress = start.settings, start.progress
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = set_up(cfg, ranks)
@@ -274,7 +273,7 @@ def main(held: ExitStack):
     start.refuse_to_differ(ranks)
 
     # --- data, model, optimizer
-    data_folder = ROOT / "data" / cfg.dataset
+    data_folder = corpus_folder(cfg.dataset)
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
     model = make_trained(start, corpus, data_folder, dtype)

@@ -42,7 +42,7 @@ class Config(ModelKnobs):
 
     # the run
     out_dir: str = "out"  # folder the run writes
-    init_from: str = "scratch"  # scratch, resume, auto (resume if there is one), or weights: PATH or hub id
+    init_from: str = "scratch"  # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Count = 1000  # steps between passes over the validation split
     log_interval: Count = 10  # steps between log lines
@@ -204,12 +204,16 @@ class Config(ModelKnobs):
                 raise BadInput(
                     f"{name}={asked} differs from {recorded} of the run in {self.out_dir}; {remedy}"
                 )
+        if "teacher" in explicit and (self.teacher is None) != (run.teacher is None):
+            began = f"the run in {self.out_dir} began with teacher={run.teacher}"
+            raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
         anew = explicit & FREE_ON_RESUME - {"init_from"} | {"out_dir"}  # what it began with stays on record
-        return dataclasses.replace(run, **{name: getattr(self, name) for name in anew})
+        return dataclasses.replace(run, **{name: getattr(self, name) for name in anew}).resolve()
 
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype, compile and cuda_graph, which change it by rounding.
+# computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
+# moved, and is recognized by its weights.
 FREE_ON_RESUME = {
     "out_dir", "init_from", "teacher", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype",
     "compile", "cuda_graph", "grad_checkpoint", "backend", "wandb_log", "wandb_mode", "wandb_project",

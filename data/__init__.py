@@ -198,6 +198,12 @@ def corpora() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "data").glob("*/prepare.py"))
 
 
+def corpus_folder(name: str) -> Path:
+    """Where a corpus is: the folder of that name in data/, else the prepared folder at that path."""
+    ours, there = ROOT / "data" / name, Path(name).resolve()
+    return there if not ours.exists() and (there / "meta.json").exists() else ours
+
+
 def prepare_if_missing(folder: Path, tokenizer: str | None = None):
     """Run the prepare.py of a corpus of this repository that has not been prepared yet, with `tokenizer` as
     its --tokenizer. Raises: BadInput for a folder that is not a corpus, or is one of LARGE. Exits with status

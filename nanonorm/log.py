@@ -27,6 +27,7 @@ class BadLog(BadInput):
 class Resumed(Record):
     iter: int
     versions: dict
+    log_interval: int | None = Field(None, gt=0)  # from there on; None: as before
 
 
 class Line(Record):
@@ -75,6 +76,20 @@ def check_header(header: dict):
         raise BadLog(f"written by another version ({why(e)})") from None
 
 
+def log_interval(header: dict, step: int) -> int:
+    """The number of steps between log lines at a step."""
+    every = header["settings"].get("log_interval", 1)
+    for again in header.get("resumed", []):
+        if again["iter"] < step:
+            every = again.get("log_interval") or every
+    return every
+
+
+def logged_steps(header: dict, end: int) -> list[int]:
+    """The steps after which a run of `end` steps logs its loss."""
+    return [step for step in range(1, end + 1) if step == end or step % log_interval(header, step) == 0]
+
+
 def entries(content: bytes) -> list[dict | str]:
     """Each line parsed, or the reason it cannot be. A complete file ends in an empty line."""
     found = []
@@ -118,7 +133,7 @@ def lines_until(path: Path, step: int) -> list[dict]:
     kept, before, beyond = [], -1, None
     found = entries(path.read_bytes()) if path.exists() else []
     for number, line in enumerate(found, 1):
-        damaged = isinstance(line, str) or (number == 1 and "settings" not in line)
+        damaged = isinstance(line, str) or (number == 1 and not isinstance(line.get("settings"), dict))
         at = None if damaged else line.get("iter", 0)
         if not damaged and at > step:
             beyond = beyond or number  # from here on all is logged again, whatever the lines say
@@ -136,8 +151,8 @@ class Writer:
     """Appends to the metrics.jsonl of a run at `step`, once what lies beyond that step is cut off.
 
     Args: logged: lines that the checkpoint knows of; ran_with: the versions it was written with. Missing
-    lines and changed versions are reported on stderr; changed versions also go into the header. Raises:
-    BadInput.
+    lines and changed versions are reported on stderr; changed versions and another log_interval also go into
+    the header. Raises: BadInput.
     """
 
     def __init__(self, path: Path, header: dict, step: int, logged: int, ran_with: dict):
@@ -155,8 +170,10 @@ class Writer:
         if step and changed:
             told = ", ".join(f"{k} {v} in place of {ran_with.get(k, 'unknown')}" for k, v in changed.items())
             say(f"going on with {told}: not the same run to the bit")
-            resumed.append({"iter": step, "versions": versions})
         lines[0]["resumed"] = resumed
+        every = header["settings"]["log_interval"]
+        if step and (changed or every != log_interval(lines[0], step)):
+            resumed.append({"iter": step, "versions": versions, "log_interval": every})
         with atomic_write(path, "w") as f:
             f.writelines(json.dumps(line) + "\n" for line in lines)
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]

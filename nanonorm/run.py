@@ -22,6 +22,7 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
+from nanonorm.cli import parse
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.files import TOKENIZER_FILES, atomic_write, hold_folder, read_file, write_file, writing
 from nanonorm.hub import find, is_pretrained, read_pretrained
@@ -176,12 +177,13 @@ class Beginning:
             raise BadInput(f"{found}: it was being written; start again")
 
 
-def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning:
+def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitStack) -> Beginning:
     """How a run begins: from scratch, with given weights, or with the checkpoint in its folder, which `held`
     then keeps locked.
 
     Args: asked: settings with out_dir, init_from and the methods of config.Config; explicit: the knobs that
-    were named. Raises: BadInput, also for a folder that holds another run.
+    were named; files: the config files among them. Raises: BadInput, also for a folder that holds another
+    run.
     """
     out_dir, settings = Path(asked.out_dir), type(asked)
     newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
@@ -194,8 +196,15 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
     if asked.init_from not in ("resume", "auto") or not there or died_early:
         if not died_early:
             refuse_another_run(out_dir)
+        if asked.init_from == "auto":  # what it would be without that flag
+            named = parse(settings, files, files=True)[0].init_from
+            asked.init_from = "auto" if named in ("scratch", "resume") else named
         if asked.init_from in ("scratch", "auto"):
             return Beginning(asked.resolve())
+        near = difflib.get_close_matches(asked.init_from, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
+        if near and not Path(asked.init_from).exists():
+            meant = f"did you mean {near[0]}? There is no file or folder of that name"
+            raise BadInput(f"init_from={asked.init_from}: {meant}")
         file, given = given_weights(asked.init_from)
         return Beginning(asked.started_from(file, explicit, str(given)).resolve(), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
@@ -211,9 +220,6 @@ def begin(asked, explicit: set[str], ranks: Ranks, held: ExitStack) -> Beginning
 def given_weights(name: str) -> tuple[dict, Path]:
     """(file, its path) of the weights to start from: a run's checkpoint, a model file, a Hugging Face folder
     or a hub id. Raises: BadInput, ModelError."""
-    near = difflib.get_close_matches(name, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
-    if near and not Path(name).exists():
-        raise BadInput(f"init_from={name}: did you mean {near[0]}? There is no file or folder of that name")
     checkpoint = Path(name) / "ckpt.pt"
     if checkpoint.exists():
         return read_file(checkpoint), checkpoint
@@ -245,7 +251,7 @@ def nothing_trained(out_dir: Path, settings: type) -> bool:
 
 
 def refuse_another_run(out_dir: Path):
-    """Raises: BadInput if `out_dir` holds a run, or what is left of one."""
+    """Raises: BadInput if `out_dir` holds a run, what is left of one, or a model."""
     held = [name for name in MARKS if (out_dir / name).exists()]
     if held and held[0].endswith(".pt"):
         remedy = "add --init_from=resume to go on with it, or name another --out_dir"
@@ -253,6 +259,10 @@ def refuse_another_run(out_dir: Path):
     if held:
         what = f"what is left of a run without a checkpoint ({held[0]})"
         raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")
+    for name in EXPORTS:
+        if (out_dir / name).exists():
+            lost = "which a run would write over"
+            raise BadInput(f"{out_dir} holds a model ({name}), {lost}; name another --out_dir")
 
 
 # ---------------------------------------------------------------------------------------------------------

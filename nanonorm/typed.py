@@ -79,10 +79,12 @@ def check(hint, value):
 
 
 def check_text(hint, text: str):
-    """The value that the text of a flag stands for: `--key=text`. Raises: ValueError."""
+    """The value that the text of a flag stands for: `--key=text`. Several values may stand in parentheses.
+    Raises: ValueError."""
     if text == "None" and type(None) in get_args(hint):
         return None
-    parts = tuple(part.strip() for part in text.split(","))
+    inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    parts = tuple(part.strip() for part in inside.split(","))
     for candidate in (text, literal(text), parts, tuple(map(literal, parts))):
         try:
             return check(hint, candidate)

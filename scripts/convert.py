@@ -110,7 +110,7 @@ def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[t
                 found.append((said["source"] != own, path.with_name("val.bin"), said))
     for _, split, said in sorted(found, key=lambda corpus: corpus[:2]):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            ids = np.memmap(split, dtype=said["dtype"], mode="r")[: ROWS * T]
+            ids = np.memmap(split, dtype=said.get("dtype", "<u2"), mode="r")[: ROWS * T]
             ids = ids.astype(np.int64).reshape(ROWS, T)  # ValueError for a shorter one
             return torch.from_numpy(ids), f"the validation split of {said['source']}"
     text = (ROOT / "README.md").read_text()

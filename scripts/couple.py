@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from begin import begun_from
 from config import Config
-from data import open_corpus, refuse_other_tokens
+from data import corpus_folder, open_corpus, refuse_other_tokens
 from data.sampling import windows
 from data.tokenizer import load_tokenizer
 from model import Transformer, config_of
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write, write_file
+from nanonorm.files import atomic_write, write_file
 from nanonorm.kernels import inverse_rms
 from nanonorm.machine import pick_device
 from nanonorm.run import given_weights
@@ -243,7 +243,7 @@ def main():
     if base.norm != "rmsnorm":
         raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
     T = min(cfg.window, base.block_size)
-    data_folder = ROOT / "data" / cfg.data
+    data_folder = corpus_folder(cfg.data)
     corpus, train, val = open_corpus(data_folder, T)
     refuse_other_tokens(corpus, data_folder, file["meta"].get("corpus", {}), path)
     with whole_folder(Path(cfg.out).resolve()) as folder:

@@ -20,14 +20,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import open_corpus
+from data import corpus_folder, open_corpus
 from data.sampling import windows
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.distill import fingerprint
 from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput, ModelError, one_line_errors
-from nanonorm.files import ROOT, atomic_write, read_file
+from nanonorm.files import atomic_write, read_file
 from nanonorm.plots import COLOURS
 from scripts.couple import draw as draw_rms
 from scripts.couple import rms_table
@@ -107,7 +107,7 @@ def refuse_other_teachers(runs: dict[str, list[FinishedRun]], base: Path):
 def distances(folder: Path, base: Path, run: FinishedRun, choices) -> dict[str, Divergence]:
     """{choice: how far its network is from the teacher, untrained}, on all of the runs' validation split."""
     length, count = run.settings["block_size"], run.settings["batch_size"]
-    _, _, val = open_corpus(ROOT / "data" / run.settings["dataset"], length)
+    _, _, val = open_corpus(corpus_folder(run.settings["dataset"]), length)
     teacher = Transformer.load(base / "model.pt")
     starts = {name: Transformer.load(folder / "start" / name / "model.pt") for name in choices}
     n, tokens = len(val) - 1, torch.from_numpy(val)

@@ -26,11 +26,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
-from data import open_corpus
+from data import corpus_folder, open_corpus
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
-from nanonorm.files import ROOT, atomic_write
+from nanonorm.files import atomic_write
 from nanonorm.run import MARKS
 from nanonorm.typed import Count
 from scripts.figures import COLUMNS, Figures, Panel, series_of
@@ -275,7 +275,7 @@ def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
     """((3, layers), tokens used): RMS of the residual stream before attention, before the MLP, and their
     ratio, means over windows from all of the validation split at gate 0, from the last checkpoint. A str says
     why there is none."""
-    corpus, length = ROOT / "data" / run.settings["dataset"], run.settings["block_size"]
+    corpus, length = corpus_folder(run.settings["dataset"]), run.settings["block_size"]
     files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
     there = [path for path in files if path.exists()]
     try:
@@ -625,7 +625,8 @@ def went_on(run: FinishedRun) -> list[str]:
     said = []
     for was, now in pairwise([run.head, *run.head.get("resumed", [])]):
         other = [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]
-        said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
+        if other:
+            said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
     return said
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import FREE_ON_RESUME, KNOBS_ADDED_LATER, Config
-from data import is_text_of, open_corpus
+from data import corpus_folder, is_text_of, open_corpus
 from model import exports
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.files import ROOT, hold_folder, json_object, read_file
-from nanonorm.log import check_header, read_log
+from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.log import check_header, logged_steps, read_log
 from nanonorm.run import MARKS, first_good
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
@@ -137,7 +137,7 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
         settings = asdict(config)
         if log.cut:
             raise Unusable("half-written: the last line of metrics.jsonl was cut")
-        check_lines(log.lines, settings)
+        check_lines(log.header, log.lines, settings)
     except OSError:
         raise Unusable("no metrics.jsonl that can be read") from None
     except (BadInput, ModelError) as e:
@@ -148,17 +148,17 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
     return log.header | {"settings": settings}, log.lines
 
 
-def check_lines(lines: list[dict], s: dict):
+def check_lines(header: dict, lines: list[dict], s: dict):
     """Refuse a log that is not whole and finite up to the last step. Raises: Unusable."""
     sites = []
     if s["taper"] in ("internal", "all"):
         sites += [f"taper/c.{i}.{kind}" for i in range(s["n_layer"]) for kind in ("attn", "mlp")]
     if s["taper"] in ("final", "all"):
         sites.append("taper/c.final")
-    end, every = s["max_iters"], s["log_interval"]
+    end = s["max_iters"]
     check_values(lines, end, positive={*sites, "val/loss", "val/bpb", "s/target"})
 
-    due = [*range(every, end, every), end]
+    due = logged_steps(header, end)
     logged = {line["iter"]: line for line in lines if "train/loss" in line}
     for step in sorted(set(logged) ^ set(due)):
         fault = "missing" if step in due else "unexpected"
@@ -293,7 +293,7 @@ def corpus_now(folder: Path, block_size: int) -> dict | None:
 def is_of_another_text(run: PlannedRun) -> bool:
     """Whether a run's corpus has been prepared anew since, from another text or for another tokenizer. False
     where the log or the corpus does not tell."""
-    now = corpus_now(ROOT / "data" / run.settings["dataset"], run.settings["block_size"])
+    now = corpus_now(corpus_folder(run.settings["dataset"]), run.settings["block_size"])
     recorded = read_log(run.folder / "metrics.jsonl").header.get("corpus")
     return None not in (now, recorded) and not is_text_of(now, recorded)
 

@@ -35,7 +35,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import FREE_ON_RESUME, Config
-from data import corpora
+from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, atomic_write, hold_folder
@@ -119,6 +119,7 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Planned
         done = runs.get(identity(recorded_settings(folder) or {}))
         if done and not done.folder.exists():
             done.name, done.folder = folder.name, folder
+    weights.cache_clear()  # no run needs them here
     return list(runs.values())
 
 
@@ -298,6 +299,7 @@ def write_record(k: Sweep, files: list[str], axes: dict[str, list[str]], runs: l
         "grid": axes,
         "runs": {run.name: run.settings | {"out_dir": str(run.folder)} for run in runs},
     }
+    new = json.loads(json.dumps(new))  # with lists for tuples, as the record has them
     with atomic_write(path, "w") as f:
         f.write(json.dumps([*(grid for grid in record if grid != new), new], indent=1) + "\n")
 
@@ -332,15 +334,11 @@ def print_commands(runs: list[PlannedRun], threads: int | None):
             print(f"{run.name} {why or 'was finished before'}", file=sys.stderr)
 
 
-def prepare_corpora(runs: list[PlannedRun]) -> bool:
-    """Prepare what is missing, here and not in several runs at a time. False if one cannot be prepared:
-    prepare.py has said why."""
-    for name in dict.fromkeys(run.settings["dataset"] for run in runs):
-        folder = ROOT / "data" / name
-        missing = name in corpora() and not (folder / "meta.json").exists()
-        if missing and subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
-            return False
-    return True
+def prepare_corpora(runs: list[PlannedRun]):
+    """Prepare what is missing as train.py does, but not in several runs at a time. Raises: BadInput for what
+    is never prepared unasked. Exits with status 2 if prepare.py fails, which has then said why."""
+    for name, begins in dict.fromkeys((run.settings["dataset"], run.settings["init_from"]) for run in runs):
+        prepare_if_missing(corpus_folder(name), None if begins in NO_WEIGHTS else begins)
 
 
 def main() -> int:
@@ -349,8 +347,7 @@ def main() -> int:
     if k.print:
         print_commands(runs, k.threads)
         return 0
-    if not prepare_corpora(runs):
-        return 2
+    prepare_corpora(runs)
     hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
     for signum in (signal.SIGINT, signal.SIGTERM, hang_up):
         signal.signal(signum, lambda n, _: sys.exit(128 + n))

@@ -294,6 +294,7 @@ def test_decode_repeats_the_same_step():
         ["--norm=cbwc", "--bias=True", "--rope_scaling=8,1,4,16"],
         ["--norm=cbwc"],
         ["--norm=dyt"],
+        ["--norm=derf", "--dyt_alpha=1,1,2"],
         ["--norm=layernorm", "--norm_bias=False"],
         ["--taper=all"],
         ["--n_kv_head=2", "--tie_embeddings=False"],

@@ -541,6 +541,22 @@ def test_a_resumed_run_keeps_the_record_of_its_weights():
     assert (run.init_from, run.log_interval) == ("out/base", 7)
 
 
+@pytest.mark.parametrize(
+    ("run", "asked", "wanted"),
+    [
+        ({"teacher": "out/base"}, {"teacher": None}, "began with teacher=out/base; leave teacher=None out"),
+        ({}, {"teacher": "out/base"}, "began with teacher=None; leave teacher=out/base out"),
+        ({"dropout": 0.1}, {"cuda_graph": True}, "which a CUDA graph cannot"),
+    ],
+)
+def test_a_resume_is_refused_what_makes_another_run(run, asked, wanted):
+    with pytest.raises(BadInput) as e:
+        Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
+    assert wanted in one_line(e)
+    moved = Config(init_from="resume", teacher="out/moved")
+    assert moved.resumed({"teacher"}, Config(teacher="out/base").resolve()).teacher == "out/moved"
+
+
 def test_without_a_taper_the_gate_knobs_bind_nothing():
     assert set_by("--warmup_iters=0").resolve().gate_start == 0
     assert set_by("--gate_end=99999").resolve().gate_end == 99999

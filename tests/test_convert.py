@@ -425,6 +425,7 @@ def test_an_export_is_compared_on_the_networks_own_text(corpus, tmp_path, monkey
     for name, source in (("a", "a book"), ("b", "two modules"), ("c", "a letter")):
         shutil.copytree(corpus, tmp_path / "data" / name)
         meta = json.loads((corpus / "meta.json").read_text())
+        del meta["dtype"]  # which has a default
         (tmp_path / f"data/{name}/meta.json").write_text(json.dumps(meta | {"source": source}))
     (tmp_path / "data/b/val.bin").write_bytes(bytes(range(1, 97)) * 4)
     (tmp_path / "data/c/meta.json").write_text("[]")
@@ -437,6 +438,12 @@ def test_an_export_is_compared_on_the_networks_own_text(corpus, tmp_path, monkey
     shutil.rmtree(tmp_path / "data")
     ids, text = command.real_text(tokenizer, 48, "two modules")
     assert text == "nanonorm's README.md" and ids.shape == (2, 48)
+
+
+def test_a_file_in_half_precision_is_exported(saved, tmp_path):
+    """As scripts/couple.py writes one for a checkpoint in float16."""
+    out = convert(saved(network("llama", "coupled", torch.float16)), "hf", tmp_path / "out")
+    assert facts(out)["errors"]["float16"] < 1e-2
 
 
 def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):

@@ -256,6 +256,27 @@ def test_a_mistyped_resume_is_named(corpus, tmp_path, capsys):
     assert "did you mean resume" in refused(capsys, *flags(tmp_path / "run", corpus, init_from="resum"))
 
 
+def test_auto_starts_from_the_weights_that_a_file_names(base, corpus, tmp_path):
+    """And goes on with the run once there is one."""
+    file, out = tmp_path / "run.py", tmp_path / "run"
+    file.write_text(f"init_from = {str(base)!r}\nlearning_rate = 0.0\n")
+    knobs = {"taper": "none", "init_from": "auto", "warmup_iters": 1}
+    argv = [a for a in started(out, corpus, None, **knobs) if not a.startswith("--learning_rate")]
+    train(file, *argv, "--max_iters=2")
+    begun, old = final(out)["state"], torch.load(base / "ckpt.pt", weights_only=True)["state"]
+    assert torch.equal(begun["tok_emb.weight"], old["tok_emb.weight"])
+    assert json.loads((out / "config.json").read_text())["init_from"] == str(base)
+    before = metrics(out)
+    train(file, *argv, "--max_iters=2")
+    assert metrics(out) == before
+
+
+def test_the_model_that_a_run_starts_from_is_not_written_over(base, corpus, tmp_path, capsys):
+    shutil.copy(base / "model.pt", tmp_path / "model.pt")
+    said = refused(capsys, *started(tmp_path, corpus, tmp_path, taper="none"))
+    assert f"{tmp_path} holds a model (model.pt), which a run would write over" in said
+
+
 def test_details_of_a_taper_go_with_it(corpus, tmp_path):
     """--taper=none from weights that skip position 0 in their calibration asks for no more than that."""
     config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, qk_norm=True,

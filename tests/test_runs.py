@@ -1,10 +1,12 @@
 """When two runs are the same: what scripts/runs.py says of their settings, and what train.py makes."""
 
+import shutil
 from dataclasses import asdict
 
 import pytest
 from running import assert_same_run, flags, train
 
+import data
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError
@@ -52,6 +54,28 @@ def test_each_knob_that_only_some_read_is_tried_or_refused():
     for name in REFUSED_UNREAD:
         with pytest.raises((BadInput, ModelError)):
             settled(PLAIN | {name: ANOTHER[name]})
+
+
+def test_a_run_that_logs_more_often_from_a_resume_on_is_whole(corpus, tmp_path):
+    """And one that was rolled back past that resume."""
+    argv = flags(tmp_path / "run", corpus, **SHORT | {"ckpt_interval": 4, "log_interval": 4})
+    train(*argv)
+    (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")  # as a kill after step 8 leaves it
+    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=3")
+    header, lines = runs.read_finished(tmp_path / "run")
+    assert [line["iter"] for line in lines] == [4, 8, 9, 12]
+    assert [again["log_interval"] for again in header["resumed"]] == [3]
+
+
+def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):
+    shutil.copytree(corpus, tmp_path / "texts/mine")
+    monkeypatch.chdir(tmp_path)
+    assert data.corpus_folder("texts/mine") == tmp_path / "texts/mine"
+    assert data.corpus_folder(str(corpus)) == corpus
+    (tmp_path / "stdlib").mkdir()
+    (tmp_path / "stdlib/meta.json").touch()
+    assert data.corpus_folder("stdlib") == data.ROOT / "data/stdlib"
+    train(*flags(tmp_path / "run", "texts/mine", **PLAIN | {"max_iters": 2, "eval_interval": 2}))
 
 
 def test_without_a_config_json_the_checkpoint_says_whose_run_it_is(corpus, tmp_path):

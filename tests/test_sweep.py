@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import data
 from config import Config
 from data import open_corpus, prepare
 from model import ModelConfig, Transformer
@@ -77,11 +78,13 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     """A train.py that takes no time, in a repository root of its own."""
     path = tmp_path / "root/train.py"
     (path.parent / "data/tinystories").mkdir(parents=True)
-    (path.parent / "data/tinystories/meta.json").touch()  # as good as prepared: no download
+    for name in ("meta.json", "train.bin"):  # as good as prepared: no download
+        (path.parent / "data/tinystories" / name).touch()
     path.write_text(STAND_IN.format(root=str(ROOT)))
     file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
     torch.save(file, path.parent / "export.pt")
     monkeypatch.setattr(sweep, "ROOT", path.parent)
+    monkeypatch.setattr(data, "ROOT", path.parent)
     monkeypatch.setattr(sweep, "POLL_S", 0.02)
     return path
 
@@ -102,8 +105,9 @@ def run_sweep(monkeypatch, *argv) -> int:
 
 def launch(*argv, train: Path | None = None) -> subprocess.Popen:
     """sweep.py in a process of its own, over `train` if given."""
-    change = f"sweep.ROOT = sweep.Path({str(train.parent)!r}); " if train else ""
-    code = f"import sys; from scripts import sweep; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
+    change = f"data.ROOT = sweep.ROOT = sweep.Path({str(train.parent)!r}); " if train else ""
+    imports = "import sys; import data; from scripts import sweep"
+    code = f"{imports}; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
     command = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
 
@@ -190,6 +194,12 @@ def test_plain_knobs_make_a_grid_without_variants():
     found = {tuple(run.settings[knob] for knob in knobs) for run in runs.values()}
     assert found == {(t, a, 4) for t in ("internal", "all") for a in (0, 0.1)}
     assert len(runs) == 4
+
+
+def test_words_stand_in_brackets_too():
+    axes = sweep.read_command(["--adapter_targets=(qkv,proj),(down)"])[2]
+    parsed = [parse(Config, [f"--adapter_targets={value}"])[0] for value in axes["adapter_targets"]]
+    assert [config.adapter_targets for config in parsed] == [("qkv", "proj"), ("down",)]
 
 
 def test_a_value_with_commas_stands_in_brackets():
@@ -364,9 +374,9 @@ def test_the_previous_checkpoint_alone_is_a_run_to_resume(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["7", "{}", "null", "[", ""])
-def test_a_record_that_is_none_is_refused(text, tmp_path, monkeypatch, capsys):
+def test_a_record_that_is_none_is_refused(text, stand_in, tmp_path, monkeypatch, capsys):
     (tmp_path / "sweep.json").write_text(text)
-    assert run_sweep(monkeypatch, *TINY, "--dataset=/", f"--out={tmp_path}") == 2
+    assert run_sweep(monkeypatch, *TINY, f"--out={tmp_path}") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "sweep.json is damaged" in error
     assert (tmp_path / "sweep.json").read_text() == text
@@ -486,6 +496,36 @@ def test_a_corpus_that_was_prepared_anew_makes_other_runs(stand_in, tmp_path, mo
     assert f"is of another text than the corpus {corpus} holds now; move {log.parent} away" in said
     prepared(text)
     assert run_sweep(monkeypatch, *argv) == 0
+
+
+def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch, capsys):
+    """What is large is not fetched unasked; one for given weights is in their tokens."""
+    for name, knobs in (("openwebtext", ""), ("stdlib", f"init_from = '{tmp_path / 'm.pt'}'")):
+        (stand_in.parent / "data" / name).mkdir()
+        (stand_in.parent / f"data/{name}/prepare.py").touch()
+        (tmp_path / f"{name}.py").write_text(f"dataset = '{name}'\n{knobs}")
+    model = ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=8)
+    torch.save(Transformer(model).to_file({}), tmp_path / "m.pt")
+    out = f"--out={tmp_path / 'out'}"
+    assert run_sweep(monkeypatch, tmp_path / "openwebtext.py", *TINY, out) == 2
+    assert "which takes 54 GB" in capsys.readouterr().err
+    asked = []
+
+    def fails(argv):
+        asked.append(argv)
+        return argparse.Namespace(returncode=1)
+
+    monkeypatch.setattr(data.subprocess, "run", fails)
+    assert run_sweep(monkeypatch, tmp_path / "stdlib.py", "--max_iters=40", out) == 2
+    assert asked[0][1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
+    assert sweep.weights.cache_info().currsize == 0  # they are not kept in memory
+
+
+def test_the_same_grid_is_recorded_once(stand_in, tmp_path, monkeypatch):
+    argv = ["--norm=dyt", "--dyt_alpha=(1,1,1),(2,2,2)", *TINY, "--max_iters=2", f"--out={tmp_path / 'out'}"]
+    for _ in range(2):
+        assert run_sweep(monkeypatch, *argv) == 0
+    assert len(json.loads((tmp_path / "out/sweep.json").read_text())) == 1
 
 
 STUDIES = {
