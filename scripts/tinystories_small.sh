@@ -111,9 +111,15 @@ recipe_long() {
     sweep recipe_long --seed=$fresh --max_iters=8000 --variants=baseline,$anchored $half
 }
 
-width() { # twice and four times as wide
+width() { # twice and four times as wide; there also at half the rate, and from an earlier start
+    local blocks="--variants=baseline_aux,internal_aux $half"
     sweep width --seed=1,2,3 --n_embd=128 --variants=$anchored $half
-    sweep width_256 --seed=1,2 --n_embd=256 --variants=baseline_aux,internal_aux $half
+    # shellcheck disable=SC2086  # flags
+    {
+        sweep width_256 --seed=1,2 --n_embd=256 $blocks
+        sweep width_256_2e-3 --seed=1,2 --n_embd=256 --learning_rate=2e-3 $blocks
+        sweep width_256_early --seed=1,2 --n_embd=256 --gate_start=25 $blocks
+    }
 }
 
 variants() { # the other rows of the tables, and the tapers with the paper's gate

@@ -531,7 +531,7 @@ def test_the_same_grid_is_recorded_once(stand_in, tmp_path, monkeypatch):
 STUDIES = {
     "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
     "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 2 + 3 + 6,
-    "recipe": 48, "recipe_long": 32, "width": 9 + 4, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
+    "recipe": 48, "recipe_long": 32, "width": 9 + 4 + 4 + 4, "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
 }  # fmt: skip
 
 
