@@ -196,10 +196,9 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if asked.init_from not in ("resume", "auto") or not there or died_early:
         if not died_early:
             refuse_another_run(out_dir)
-        if asked.init_from == "auto":  # what it would be without that flag
-            named = parse(settings, files, files=True)[0].init_from
-            asked.init_from = "auto" if named in ("scratch", "resume") else named
-        if asked.init_from in ("scratch", "auto"):
+        if asked.init_from == "auto":
+            asked.init_from = beginning_in(files, settings)
+        if asked.init_from == "scratch":
             return Beginning(asked.resolve())
         near = difflib.get_close_matches(asked.init_from, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
         if near and not Path(asked.init_from).exists():
@@ -215,6 +214,15 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     run = asked.resumed(explicit, file["run"])
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)
+
+
+def beginning_in(files: list[str], settings: type) -> str:
+    """What the last of some config files that names one has a run begin from: weights, or scratch."""
+    for path in reversed(files):
+        of_file, explicit, _ = parse(settings, [path], files=True)
+        if "init_from" in explicit and of_file.init_from not in ("resume", "auto"):
+            return of_file.init_from
+    return "scratch"
 
 
 def given_weights(name: str) -> tuple[dict, Path]:
@@ -240,7 +248,8 @@ def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:
 
 def nothing_trained(out_dir: Path, settings: type) -> bool:
     """True if the run in a folder died before its first step was logged or saved, so nothing is lost."""
-    if (out_dir / "ckpt.prev.pt").exists() or not (out_dir / "ckpt.pt").exists():
+    more = ("ckpt.prev.pt", *EXPORTS)
+    if any((out_dir / name).exists() for name in more) or not (out_dir / "ckpt.pt").exists():
         return False
     log = out_dir / "metrics.jsonl"
     with suppress(ModelError):

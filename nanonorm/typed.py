@@ -7,6 +7,7 @@ manifest, a log's header, a checkpoint's progress) is a `Record`.
 import ast
 import math
 import os
+import re
 import warnings
 from functools import cache
 from typing import Annotated, NamedTuple, get_args, get_type_hints
@@ -83,8 +84,8 @@ def check_text(hint, text: str):
     Raises: ValueError."""
     if text == "None" and type(None) in get_args(hint):
         return None
-    inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-    parts = tuple(part.strip() for part in inside.split(","))
+    bare = re.sub(r"^\(([^()]*)\)$", r"\1", text)
+    parts = tuple(part.strip() for part in bare.split(","))
     for candidate in (text, literal(text), parts, tuple(map(literal, parts))):
         try:
             return check(hint, candidate)

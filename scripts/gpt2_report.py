@@ -77,8 +77,9 @@ def refuse_what_cannot_be_compared(runs: dict[str, list[FinishedRun]], losses: d
             pairs = f"seeds {sorted(seeds[name])}, vanilla of {sorted(seeds['vanilla'])}"
             raise BadInput(f"the runs of {name} are of {pairs}; gaps are taken by pairs")
         for run in found:
-            if run.settings["log_interval"] != 1:
-                raise BadInput(f"{run.folder} has log_interval={run.settings['log_interval']}; it must be 1")
+            later = [again.get("log_interval") or 1 for again in run.head.get("resumed", [])]
+            if (every := max(run.settings["log_interval"], *later, 1)) > 1:
+                raise BadInput(f"{run.folder} has log_interval={every}; it must be 1")
             if (run.settings["gate_schedule"] == "sequential") != (name == "fakeln"):
                 raise BadInput(f"{run.folder} has gate_schedule={run.settings['gate_schedule']}")
     if not losses:

@@ -6,13 +6,12 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import FREE_ON_RESUME, KNOBS_ADDED_LATER, Config
-from data import corpus_folder, is_text_of, open_corpus
+from data import corpus_folder
 from model import exports
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
@@ -240,6 +239,11 @@ class PlannedRun:
                     return line
         return {}
 
+    def at_end(self) -> bool:
+        """Whether its log goes to its last step."""
+        line = self.last_line()
+        return "val/loss" in line and line.get("iter") == self.settings["max_iters"]
+
 
 def tail(path: str | Path) -> list[str]:
     """The last lines of a file; none if it cannot be read."""
@@ -282,20 +286,17 @@ def held(folder: Path) -> bool:
     return True
 
 
-@lru_cache
-def corpus_now(folder: Path, block_size: int) -> dict | None:
-    """What a corpus is now, as open_corpus tells it; None where it cannot be opened."""
-    with suppress(BadInput):
-        return open_corpus(folder, block_size)[0]
-    return None
+COUNTS = ("tokenizer_sha256", "train_tokens", "val_tokens", "train_bytes", "val_bytes")  # of a text
 
 
 def is_of_another_text(run: PlannedRun) -> bool:
-    """Whether a run's corpus has been prepared anew since, from another text or for another tokenizer. False
-    where the log or the corpus does not tell."""
-    now = corpus_now(corpus_folder(run.settings["dataset"]), run.settings["block_size"])
+    """Whether a run's corpus has been prepared anew since, from another text or for another tokenizer, by
+    what its meta.json counts. False where the log or the corpus does not tell."""
     recorded = read_log(run.folder / "metrics.jsonl").header.get("corpus")
-    return None not in (now, recorded) and not is_text_of(now, recorded)
+    with suppress(OSError, ValueError):
+        now = json_object((corpus_folder(run.settings["dataset"]) / "meta.json").read_bytes())
+        return isinstance(recorded, dict) and any(recorded.get(k, now.get(k)) != now.get(k) for k in COUNTS)
+    return False
 
 
 def look(run: PlannedRun) -> tuple[str, str]:
@@ -315,9 +316,7 @@ def look(run: PlannedRun) -> tuple[str, str]:
     except BadInput as e:
         remedy = f"mend or remove that line, or move {folder} away"
         return "refused", f"has a log that cannot be continued: {e}; {remedy}"
-    end = run.last_line()
-    at_end = "val/loss" in end and end.get("iter") == run.settings["max_iters"]
-    if at_end and recorded is not None and not cut and not bad_export(folder, run.settings):
+    if run.at_end() and recorded is not None and not cut and not bad_export(folder, run.settings):
         if is_of_another_text(run):
             other = f"is of another text than the corpus {run.settings['dataset']} holds now"
             return "refused", f"{other}; move {folder} away, or name another --out"

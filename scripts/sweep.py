@@ -335,9 +335,11 @@ def print_commands(runs: list[PlannedRun], threads: int | None):
 
 
 def prepare_corpora(runs: list[PlannedRun]):
-    """Prepare what is missing as train.py does, but not in several runs at a time. Raises: BadInput for what
-    is never prepared unasked. Exits with status 2 if prepare.py fails, which has then said why."""
-    for name, begins in dict.fromkeys((run.settings["dataset"], run.settings["init_from"]) for run in runs):
+    """Prepare what is missing for runs that are not at their end, as train.py does, but not in several at a
+    time. Raises: BadInput for what is never prepared unasked. Exits with status 2 if prepare.py fails, which
+    has then said why."""
+    left = [run.settings for run in runs if not run.at_end()]
+    for name, begins in dict.fromkeys((settings["dataset"], settings["init_from"]) for settings in left):
         prepare_if_missing(corpus_folder(name), None if begins in NO_WEIGHTS else begins)
 
 

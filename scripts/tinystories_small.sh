@@ -118,7 +118,7 @@ width() { # twice and four times as wide; there also at half the rate, and from 
     {
         sweep width_256 --seed=1,2 --n_embd=256 $blocks
         sweep width_256_2e-3 --seed=1,2 --n_embd=256 --learning_rate=2e-3 $blocks
-        sweep width_256_early --seed=1,2 --n_embd=256 --gate_start=25 $blocks
+        sweep width_256_early --seed=1 --n_embd=256 --gate_start=25 $blocks
     }
 }
 

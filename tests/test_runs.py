@@ -65,6 +65,11 @@ def test_a_run_that_logs_more_often_from_a_resume_on_is_whole(corpus, tmp_path):
     header, lines = runs.read_finished(tmp_path / "run")
     assert [line["iter"] for line in lines] == [4, 8, 9, 12]
     assert [again["log_interval"] for again in header["resumed"]] == [3]
+    (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")
+    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=2")
+    header, lines = runs.read_finished(tmp_path / "run")
+    assert [line["iter"] for line in lines] == [4, 8, 10, 12]
+    assert [again["log_interval"] for again in header["resumed"]] == [2]
 
 
 def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):
