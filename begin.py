@@ -16,7 +16,7 @@ from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.machine import versions
 from nanonorm.rotary import ROTARY_ANGLES
-from nanonorm.run import Beginning, given_weights
+from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
 
 def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype) -> Transformer | Distilled:
@@ -79,6 +79,7 @@ def make_teacher(start: Beginning) -> Transformer | None:
     if cfg.teacher is None:
         return None
     file, path = given_weights(cfg.teacher)
+    refuse_to_write_over(path, cfg.out_dir)
     base, (phase, _) = config_of(file, path), phase_and_gates(file, path)
     as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
     if not as_trained or (base.taper != "none" and phase != "norm"):

@@ -205,6 +205,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
             meant = f"did you mean {near[0]}? There is no file or folder of that name"
             raise BadInput(f"init_from={asked.init_from}: {meant}")
         file, given = given_weights(asked.init_from)
+        refuse_to_write_over(given, asked.out_dir)
         return Beginning(asked.started_from(file, explicit, str(given)).resolve(), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
         held.enter_context(hold_folder(out_dir))
@@ -248,8 +249,7 @@ def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:
 
 def nothing_trained(out_dir: Path, settings: type) -> bool:
     """True if the run in a folder died before its first step was logged or saved, so nothing is lost."""
-    more = ("ckpt.prev.pt", *EXPORTS)
-    if any((out_dir / name).exists() for name in more) or not (out_dir / "ckpt.pt").exists():
+    if (out_dir / "ckpt.prev.pt").exists() or not (out_dir / "ckpt.pt").exists():
         return False
     log = out_dir / "metrics.jsonl"
     with suppress(ModelError):
@@ -260,7 +260,7 @@ def nothing_trained(out_dir: Path, settings: type) -> bool:
 
 
 def refuse_another_run(out_dir: Path):
-    """Raises: BadInput if `out_dir` holds a run, what is left of one, or a model."""
+    """Raises: BadInput if `out_dir` holds a run, or what is left of one."""
     held = [name for name in MARKS if (out_dir / name).exists()]
     if held and held[0].endswith(".pt"):
         remedy = "add --init_from=resume to go on with it, or name another --out_dir"
@@ -268,10 +268,13 @@ def refuse_another_run(out_dir: Path):
     if held:
         what = f"what is left of a run without a checkpoint ({held[0]})"
         raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")
-    for name in EXPORTS:
-        if (out_dir / name).exists():
-            lost = "which a run would write over"
-            raise BadInput(f"{out_dir} holds a model ({name}), {lost}; name another --out_dir")
+
+
+def refuse_to_write_over(weights: Path, out_dir: str):
+    """Raises: BadInput if a run in `out_dir` would write over the weights that it starts or learns from."""
+    if weights.parent.resolve() == Path(out_dir).resolve():
+        lost = f"would write over {weights}, which it needs"
+        raise BadInput(f"a run in {out_dir} {lost}; name another --out_dir")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 import bench
+import data
 import sample
 import train
 from config import Config
@@ -161,7 +162,7 @@ def material(tmp_path_factory):
     for name in ("stdlib", "tinystories"):
         (root / "data" / name).mkdir(parents=True)
         (root / "data" / name / "meta.json").touch()
-    patch.setattr(train, "ROOT", root)
+    patch.setattr(data, "ROOT", root)
     patch.setattr(os, "fsync", lambda handle: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -274,7 +274,10 @@ def test_auto_starts_from_the_weights_that_a_file_names(base, corpus, tmp_path):
 def test_the_model_that_a_run_starts_from_is_not_written_over(base, corpus, tmp_path, capsys):
     shutil.copy(base / "model.pt", tmp_path / "model.pt")
     said = refused(capsys, *started(tmp_path, corpus, tmp_path, taper="none"))
-    assert f"{tmp_path} holds a model (model.pt), which a run would write over" in said
+    assert f"a run in {tmp_path} would write over {tmp_path / 'model.pt'}, which it needs" in said
+    said = refused(capsys, *flags(tmp_path, corpus, teacher=tmp_path, taper="none", aux_weight=0))
+    assert "which it needs; name another --out_dir" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt"}
 
 
 def test_details_of_a_taper_go_with_it(corpus, tmp_path):

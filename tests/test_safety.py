@@ -83,7 +83,7 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
 
 
-@pytest.mark.parametrize("way", ["flag", "checkpoint", pytest.param("sweep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["flag", "checkpoint", "sweep"])
 def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
     """A corpus prepares itself only if it is one of this checkout's: a checkpoint, too, names its corpus."""
     run, marker = tmp_path / "run", tmp_path / "ran"
@@ -105,18 +105,12 @@ def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
                 run / "ckpt.pt",
             )
             train("--init_from=resume", f"--out_dir={run}", expect=2)
-        elif way == "sweep":
-            train(
-                f"--dataset={name}",
-                f"--out={tmp_path / 'out'}",
-                "--max_iters=1",
-                expect=1,
-                program="scripts/sweep.py",
-            )
         else:
-            train(f"--dataset={name}", f"--out_dir={tmp_path / 'out'}", expect=2)
+            program = "scripts/sweep.py" if way == "sweep" else "train.py"
+            out = "--out" if way == "sweep" else "--out_dir"
+            train(f"--dataset={name}", f"{out}={tmp_path / 'out'}", expect=2, program=program)
         said = capsys.readouterr().err
-        assert not marker.exists() and (way == "sweep" or ("no corpus" in said and said.count("\n") == 1))
+        assert not marker.exists() and "no corpus" in said and said.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------
