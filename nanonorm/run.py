@@ -272,7 +272,7 @@ def refuse_another_run(out_dir: Path):
 
 def refuse_to_write_over(weights: Path, out_dir: str):
     """Raises: BadInput if a run in `out_dir` would write over the weights that it starts or learns from."""
-    if weights.parent.resolve() == Path(out_dir).resolve():
+    if weights.name in RUN_FILES and weights.parent.resolve() == Path(out_dir).resolve():
         lost = f"would write over {weights}, which it needs"
         raise BadInput(f"a run in {out_dir} {lost}; name another --out_dir")
 
