@@ -8,14 +8,14 @@ import torch
 
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, config_of, skeleton
+from forms import config_of, from_file, skeleton
+from model import ROTARY_ANGLES, ModelConfig, Transformer, off
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.machine import versions
-from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
 
@@ -65,7 +65,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     if start.given is not None:
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
         return begun_from(start.file, config, start.given)
-    model = Transformer.from_file(start.file, start.source)
+    model = from_file(start.file, start.source)
     if model.config != config or not is_text_of(corpus, model.meta.get("corpus", {})):
         began = f"is not the corpus that the run in {cfg.out_dir} began with"
         raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")
@@ -114,12 +114,12 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     if "pos_emb.weight" in wanted:
         state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
     meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
-    return Transformer.from_file({"config": asdict(config), "state": state, "meta": meta}, path)
+    return from_file({"config": asdict(config), "state": state, "meta": meta}, path)
 
 
 def untapered(file: dict, path, block_size: int) -> Transformer:
     """The network of a file with its plain norms, and a context of `block_size` at most its own."""
-    plain = {"form": "trained", **NO_TAPER, **NO_ANCHOR}
+    plain = {"form": "trained", **off("taper", "aux_weight")}
     return begun_from(file, replace(config_of(file, path), **plain, block_size=block_size), path)
 
 

@@ -28,13 +28,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import ModelKnobs
-from model import FORMS, NO_ANCHOR, NO_TAPER, NORMS, TOLERANCE, ModelConfig, Transformer
+from forms import FOLD_TOLERANCE, FORMS, from_file, load_model
+from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend, off
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.generation import KVCache
-from nanonorm.kernels import attend
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_bars, draw_speedups, pyplot
@@ -88,7 +87,7 @@ def load_models(name: str) -> dict[str, Transformer]:
     """{form: model} of a run's exports, or of whatever else sample.py takes: a model file, a Hugging Face
     folder, a hub id. In the file's type, on the CPU. Raises: BadInput, ModelError."""
     files = [file for file in (Path(name) / export for export in EXPORTS) if file.exists()]
-    models = [Transformer.load(file) for file in files] or [Transformer.from_file(*open_model(name))]
+    models = [load_model(file) for file in files] or [from_file(*open_model(name))]
     return {m.config.form: m for m in models}
 
 
@@ -116,7 +115,7 @@ def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     own = {"taper": taper, "taper_qk": shape.taper_qk and taper in ("internal", "all")}
     own["dyt_alpha"] = shape.dyt_alpha if norm in ("dyt", "derf") else None
     return replace(shape, form="trained", norm=norm, norm_bias=shift, coupled_from_layer=first,
-                   coupled_grad=False, dropout=0.0, **NO_ANCHOR, **NO_TAPER | own)  # fmt: skip
+                   coupled_grad=False, dropout=0.0, **off("aux_weight") | off("taper") | own)  # fmt: skip
 
 
 def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dict[str, Transformer]:
@@ -231,8 +230,8 @@ def agree(differences: dict, pair: str, ours, theirs, what: str):
     Raises: BadInput if that is more than rounding explains.
     """
     error = ((ours - theirs).float().abs().max() / theirs.abs().max()).item()
-    if not error <= TOLERANCE[ours.dtype]:  # nan, which logits that are not finite give, fails as well
-        found, allowed = f"logits differ by {error:.1e} of their scale", f"{TOLERANCE[ours.dtype]:.0e}"
+    if not error <= FOLD_TOLERANCE[ours.dtype]:  # nan, which logits that are not finite give, fails as well
+        found, allowed = f"logits differ by {error:.1e} of their scale", f"{FOLD_TOLERANCE[ours.dtype]:.0e}"
         raise BadInput(f"{what}: {pair} does not hold: {found}, more than {allowed} in {ours.dtype}")
     differences[pair] = max(error, differences.get(pair, 0.0))
 

@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from forms import from_file
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -84,7 +85,7 @@ def main():
             "name one run folder or model file: python sample.py out/demo (--help lists the options)"
         )
     file, path = open_model(words[0])
-    model = Transformer.from_file(file, path)
+    model = from_file(file, path)
     device = pick_device(cfg.device)
     model.to(device)
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)

@@ -29,7 +29,8 @@ from config import Config
 from data import corpus_folder, open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
-from model import Transformer, export, exports
+from forms import export_files, proved
+from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.distill import Distilled
 from nanonorm.errors import one_line_errors
@@ -255,8 +256,8 @@ def export_all(model: Transformer | Distilled, folder: RunFolder, val_tokens, me
         model, meta["merge_error"] = model.plain()
         if meta["merge_error"]:
             print(f"adapters merged: at most {meta['merge_error']:.1e} of a layer's output off, in float64")
-    for name, form in exports(model.config).items():
-        exported, errors = export(model, form, sample)
+    for name, form in export_files(model.config).items():
+        exported, errors = proved(model, form, sample)
         folder.export(name, exported.to_file({**meta, "fold_error": errors}))
 
 

@@ -8,30 +8,36 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from model import NO_ANCHOR, NO_TAPER, ModelConfig, config_of
+from forms import config_of
+from model import ANCHOR, TAPER, ModelConfig, ModelKnobs, off
 from nanonorm.cli import set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.schedules import check_gates, settle_gates
-from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
+from nanonorm.typed import (
+    AS_TUPLE,
+    SINCE_2,
+    Anew,
+    Count,
+    Needs,
+    NonNegative,
+    Positive,
+    Range,
+    Since,
+    Whole,
+    Wholes,
+    facts,
+)  # fmt: skip
 
-
-def model_knobs() -> type:
-    """ModelConfig's fields as a dataclass of knobs that can be set one by one.
-
-    `form` is not a knob; vocab_size may be None: the corpus's.
-    """
-    knobs = []
-    for f in dataclasses.fields(ModelConfig):
-        kind = hints(ModelConfig)[f.name]
-        if f.name == "vocab_size":
-            knobs.append((f.name, kind | None, None))
-        elif f.name != "form":
-            knobs.append((f.name, kind, f.default))
-    return dataclasses.make_dataclass("ModelKnobs", knobs, namespace={"declared_by": ModelConfig})
-
-
-ModelKnobs = model_knobs()
+# A resumed run is the same run. Only these may differ from what it was started with: none changes what is
+# computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
+# moved, and is recognized by its weights.
+AGAIN = Anew("resume")
+GATES = Needs("taper", TAPER.met)
+START = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
+TEACHER = Needs("teacher", lambda c: c.teacher is not None)
+ADAPTER = Needs("adapter", lambda c: c.adapter != "none")
+DECAY = Needs("decay_lr", lambda c: c.decay_lr)
 Projection = Literal["qkv", "proj", "gate_up", "up", "down", "tok_emb", "lm_head"]  # the last two are refused
 Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
 
@@ -40,22 +46,26 @@ Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
 class Config(ModelKnobs):
     """A training run."""
 
+    vocab_size: Annotated[int, Range(2, 2**24)] | None = None  # token ids; None: the corpus's number
     # the run
-    out_dir: str = "out"  # folder the run writes
-    init_from: str = "scratch"  # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
+    out_dir: Annotated[str, AGAIN] = "out"  # folder the run writes
+    # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
+    init_from: Annotated[str, AGAIN] = "scratch"
     max_iters: Count = 10_000  # optimizer steps
-    eval_interval: Count = 1000  # steps between passes over the validation split
-    log_interval: Count = 10  # steps between log lines
-    ckpt_interval: Count = 1000  # steps between checkpoints: the most that a kill -9 can cost
-    wandb_log: bool = False  # log to Weights & Biases as well
-    wandb_mode: Literal["online", "offline", "disabled"] = "online"  # offline: in out_dir, for `wandb sync`
-    wandb_project: str = "nanonorm"  # wandb project
-    wandb_run_name: str | None = None  # wandb run name; None: the name of out_dir
+    eval_interval: Annotated[Count, AGAIN] = 1000  # steps between passes over the validation split
+    log_interval: Annotated[Count, AGAIN] = 10  # steps between log lines
+    ckpt_interval: Annotated[Count, AGAIN] = 1000  # steps between checkpoints: the most a kill -9 can cost
+    wandb_log: Annotated[bool, AGAIN] = False  # log to Weights & Biases as well
+    # offline: in out_dir, for `wandb sync`
+    wandb_mode: Annotated[Literal["online", "offline", "disabled"], AGAIN] = "online"
+    wandb_project: Annotated[str, AGAIN] = "nanonorm"  # wandb project
+    wandb_run_name: Annotated[str | None, AGAIN] = None  # wandb run name; None: the name of out_dir
     # data
     dataset: str = "tinystories"  # a folder under data/, or the path of a prepared one
     batch_size: Count = 16  # windows per micro-batch
     gradient_accumulation_steps: Count = 1  # micro-batches per optimizer step, over all ranks together
-    mask_end: bool = False  # the training loss leaves out targets that end a text; validation counts them
+    # the training loss leaves out targets that end a text; validation counts them
+    mask_end: Annotated[bool, SINCE_2] = False
     # optimizer
     learning_rate: NonNegative = 3e-4  # peak learning rate
     weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
@@ -64,30 +74,47 @@ class Config(ModelKnobs):
     grad_clip: NonNegative = 1.0  # largest global gradient norm; 0 is off
     decay_lr: bool = True  # cosine decay after the warmup
     warmup_iters: Whole | None = None  # steps of linear warmup; None: 5% of max_iters
-    lr_decay_iters: Count | None = None  # step at which the decay reaches min_lr; None: max_iters
-    min_lr: NonNegative = 0.0  # where the decay ends
+    # step at which the decay reaches min_lr; None: max_iters
+    lr_decay_iters: Annotated[Count | None, DECAY] = None
+    min_lr: Annotated[NonNegative, DECAY] = 0.0  # where the decay ends
     # taper
-    gate_start: Whole | None = None  # step that starts the gate, freezes the scale target; None: warmup_iters
-    gate_end: Count | None = None  # step from which the gate is 0; None: by gate_end_ratio or gate_gaps
-    gate_end_ratio: Annotated[float, Range(0.0, 1.0)] = 1.0  # of max_iters, where gate_end is None
-    gate_schedule: Literal["cosine", "linear", "sequential"] = "cosine"  # all gates alike, or site by site
-    gate_gaps: Wholes | None = None  # sequential: steps between MLPs' norms, attentions' (q, k), their values
+    # step that starts the gate, freezes the scale target; None: warmup_iters
+    gate_start: Annotated[Whole | None, START] = None
+    # step from which the gate is 0; None: by gate_end_ratio or gate_gaps
+    gate_end: Annotated[Count | None, GATES] = None
+    # of max_iters, where gate_end is None
+    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, SINCE_2] = 1.0
+    # all gates alike, or site by site
+    gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, SINCE_2] = "cosine"
+    # sequential: steps between MLPs' norms, attentions' (q, k), their values
+    gate_gaps: Annotated[Wholes | None, GATES, SINCE_2] = None
     # a teacher, and adapters
-    teacher: str | None = None  # weights to learn from: a run, a file, a Hugging Face folder, a hub id
-    kl_weight: NonNegative = 1.0  # of KL(teacher || student), at temperature 1
-    ce_weight: NonNegative = 0.0  # of the cross-entropy; both are read with a teacher alone
-    adapter: Literal["none", "lora", "dora"] = "none"  # what trains in place of the weights (needs peft)
-    adapter_rank: Count = 64  # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
-    adapter_alpha: Positive | None = None  # what adapters add is times alpha / r; None: twice the rank
-    adapter_targets: Projections | None = None  # layers of a block that carry adapters; None: all
+    # weights to learn from: a run, a file, a Hugging Face folder, a hub id
+    teacher: Annotated[str | None, AGAIN, SINCE_2] = None
+    kl_weight: Annotated[NonNegative, TEACHER, SINCE_2] = 1.0  # of KL(teacher || student), at temperature 1
+    ce_weight: Annotated[NonNegative, TEACHER, SINCE_2] = 0.0  # of the cross-entropy beside it
+    # what trains in place of the weights (needs peft)
+    adapter: Annotated[Literal["none", "lora", "dora"], SINCE_2] = "none"
+    # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
+    adapter_rank: Annotated[Count, ADAPTER, SINCE_2] = 64
+    # what adapters add is times alpha / r; None: twice the rank
+    adapter_alpha: Annotated[Positive | None, ADAPTER, SINCE_2] = None
+    # layers of a block that carry adapters; None: all
+    adapter_targets: Annotated[Projections | None, ADAPTER, SINCE_2] = None
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
-    device: str = "auto"  # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # bfloat16 is by autocast
-    compile: bool | None = None  # torch.compile the model; None: on a GPU yes, elsewhere no
-    cuda_graph: bool = False  # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
-    grad_checkpoint: bool = False  # compute each block again in the backward, not keep it: memory for time
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed under torchrun
+    device: Annotated[str, AGAIN] = (
+        "auto"  # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
+    )
+    # bfloat16 is by autocast
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
+    compile: Annotated[bool | None, AGAIN] = None  # torch.compile the model; None: on a GPU yes, elsewhere no
+    # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
+    cuda_graph: Annotated[bool, AGAIN, SINCE_2] = False
+    # compute each block again in the backward, not keep it: memory for time
+    grad_checkpoint: Annotated[bool, AGAIN, SINCE_2] = False
+    # of torch.distributed under torchrun
+    backend: Annotated[Literal["auto", "nccl", "gloo"], AGAIN] = "auto"
 
     def resolve(self):
         """Fill in the knobs that default to another one and refuse what makes no sense. Returns self."""
@@ -143,7 +170,7 @@ class Config(ModelKnobs):
         if they are not the knobs of this version: all, but for those that were added later and had their
         defaults."""
         known = {f.name for f in dataclasses.fields(cls)}
-        if not known - KNOBS_ADDED_LATER <= set(settings) <= known:
+        if not known - added_later() <= set(settings) <= known:
             raise BadInput(f"{where}: its settings are those of another version")
         run = cls()
         for name, value in settings.items():
@@ -161,7 +188,7 @@ class Config(ModelKnobs):
             raise BadInput(f"{where} is a {base.form} export; start from the run's ckpt.pt")
         if base.taper != "none" and phase != "norm":
             raise BadInput(f"{where} has begun to taper its norms; start from weights from before that")
-        for name in sorted(explicit & theirs.keys() - FREE_OF_WEIGHTS):
+        for name in sorted(explicit & theirs.keys() - free_of_weights()):
             asked = getattr(self, name)
             if asked is not None and asked != theirs[name]:
                 raise BadInput(f"{name}={asked} contradicts {where}, which has {theirs[name]}; leave it out")
@@ -175,9 +202,8 @@ class Config(ModelKnobs):
         if "norm" in explicit and self.norm not in within_reach:
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
-        free = explicit & FREE_OF_WEIGHTS | {"dropout"}
-        for choice, details in DETAILS_OF.items():
-            free |= details if choice in explicit else set()
+        chosen = explicit & {"taper", "aux_weight", "norm"}  # what they bring with them is the run's as well
+        free = (explicit | set(off(*chosen))) & free_of_weights() | {"dropout"}
         return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free})
 
     def remarks(self) -> list[str]:
@@ -197,7 +223,7 @@ class Config(ModelKnobs):
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs
         that were named. Raises: BadInput if that is another run."""
-        for name in sorted(explicit - FREE_ON_RESUME):
+        for name in sorted(explicit - free_on_resume()):
             asked, recorded = getattr(self, name), getattr(run, name)
             if asked is not None and asked != recorded:
                 remedy = "leave it out, or name another out_dir"
@@ -207,33 +233,30 @@ class Config(ModelKnobs):
         if "teacher" in explicit and (self.teacher is None) != (run.teacher is None):
             began = f"the run in {self.out_dir} began with teacher={run.teacher}"
             raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
-        anew = explicit & FREE_ON_RESUME - {"init_from"} | {"out_dir"}  # what it began with stays on record
+        anew = explicit & free_on_resume() - {"init_from"} | {"out_dir"}  # what it began with stays on record
         return dataclasses.replace(run, **{name: getattr(self, name) for name in anew}).resolve()
 
 
-# A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
-# moved, and is recognized by its weights.
-FREE_ON_RESUME = {
-    "out_dir", "init_from", "teacher", "eval_interval", "log_interval", "ckpt_interval", "device", "dtype",
-    "compile", "cuda_graph", "grad_checkpoint", "backend", "wandb_log", "wandb_mode", "wandb_project",
-    "wandb_run_name",
-}  # fmt: skip
+def free_on_resume() -> set[str]:
+    """The knobs that a resumed run may set anew."""
+    return {name for name, of_knob in facts(Config, Anew).items() if AGAIN in of_knob}
 
-# Of the architecture, a run that starts from given weights may set these anew.
-FREE_OF_WEIGHTS = {
-    "norm", *NO_TAPER, *NO_ANCHOR, "ema_rate", "coupled_grad", "coupled_from_layer", "dropout", "block_size",
-}  # fmt: skip
-REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}
-DETAILS_OF = {
-    "taper": {*NO_TAPER}, "aux_weight": {*NO_ANCHOR}, "norm": {"coupled_grad", "coupled_from_layer"},
-}  # fmt: skip
+
+def free_of_weights() -> set[str]:
+    """The knobs of the architecture that a run which starts from given weights may set anew."""
+    return set(facts(ModelKnobs, Anew))
+
+
+def added_later() -> set[str]:
+    """The knobs that settings recorded by an earlier version lack: there they had what is now the default."""
+    return set(facts(Config, Since))
+
+
+def is_read(knob: str, settings: ModelKnobs) -> bool:
+    """Whether a run with these settings, or a network of theirs, reads a knob."""
+    needs = facts(Config, Needs).get(knob, ())
+    return not needs or any(need.met(settings) for need in needs)
+
+
+REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}  # norm -> norms
 LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants
-
-# Runs recorded before these existed had what are now the defaults.
-KNOBS_ADDED_LATER = {
-    "cuda_graph", "head_dim", "hidden", "mlp", "positions", "rope_scaling", "bias", "qkv_bias", "qk_norm",
-    "dropout", "taper_qk", "calibration", "anchor_target", "anchor_unit", "mask_end", "gate_schedule",
-    "gate_gaps", "grad_checkpoint", "teacher", "kl_weight", "ce_weight", "adapter", "adapter_rank",
-    "adapter_alpha", "adapter_targets", "emb_scale", "init", "dyt_alpha", "gate_end_ratio",
-}  # fmt: skip

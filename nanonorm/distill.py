@@ -153,9 +153,9 @@ class Distilled(nn.Module):
             return self.student(idx, **more)
         student, teacher = self.student, self.teacher
         with torch.no_grad():
-            taught = teacher.norm_final(teacher.stream(idx), teacher.gate)
+            taught = teacher.norm_final(teacher.stream(idx))
         x = student.stream(idx)
-        y, weights = student.norm_final(x, student.gate), (self.ce_weight, self.kl_weight)
+        y, weights = student.norm_final(x), (self.ce_weight, self.kl_weight)
         loss, ce, kl = distill_loss(y, student.head(), taught, teacher.head(), targets, *weights)
         total = student.losses(x, loss, idx).total
         return TaughtLosses(total, ce, total.detach() - ce, x.detach(), kl)

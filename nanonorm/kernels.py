@@ -1,18 +1,70 @@
-"""Norms, products, SwiGLU, attention and the loss by the fastest kernels at hand, on a CPU above all.
+"""Fast paths on a CPU, each named after the plain code in model.py that it equals to rounding.
 
-Each function says what it computes; how it does so on which machine is its own affair. results/NOTES.md has
-what each special kernel saves. Shapes: B batch, T time, D width, H query heads, K key/value heads, C head
-size, F SwiGLU width.
+Where model.py says `@fast(kernel)`, the kernel runs in place of the plain function wherever `applies` says
+so, and this is the only place that says so. `with plain():` turns them all off. results/NOTES.md has what
+each saves. Shapes: B batch, T time, D width, H query heads, K key/value heads, C head size, F SwiGLU width.
 """
 
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
+
+KERNELS, OFF = set(), set()  # names: of all that `fast` was given; of those that are turned off
+
+
+@contextmanager
+def plain(*names: str):
+    """Turn these fast paths off, all of them if none is named."""
+    off = set(names or KERNELS) - OFF
+    OFF.update(off)
+    try:
+        yield
+    finally:
+        OFF.difference_update(off)
+
+
+def fast(kernel, training=True, eager=True):
+    """Decorate a function: where `applies`, `kernel` runs in its place, called with the same arguments. A
+    kernel that cannot serve them returns NotImplemented, and then the plain function runs after all.
+
+    training, eager: the kernel is for that alone.
+    """
+    KERNELS.add(kernel.__name__)
+
+    def decorate(formula):
+        @wraps(formula)
+        def either(*args):
+            if kernel.__name__ not in OFF and applies(args, training, eager):
+                found = kernel(*args)
+                if found is not NotImplemented:
+                    return found
+            return formula(*args)
+
+        return either
+
+    return decorate
+
+
+def applies(args, training: bool, eager: bool) -> bool:
+    """Whether a fast path may serve a call. args: perhaps the module whose method it is, then a tensor."""
+    owner, x = args[0], args[0 if isinstance(args[0], torch.Tensor) else 1]
+    if not x.is_cpu:
+        return False
+    if eager and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        return False  # a compiler fuses better; torch.func cannot see into an autograd.Function
+    return not training or (owner.training and torch.is_grad_enabled())
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook, forward or backward, would miss a product that is taken around the module."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return torch_module._has_any_global_hook() or any(getattr(module, kind) for kind in kinds)
 
 
 def upcast(h):
@@ -20,71 +72,42 @@ def upcast(h):
     return h.float() if h.dtype in (torch.bfloat16, torch.float16) else h
 
 
-PIECE = 1 << 24  # numbers of a large matrix in float64 at a time: 128 MiB
-
-
-def types_of(model: nn.Module) -> list[torch.dtype]:
-    """The types of a model's weights, the widest first."""
-    return sorted({p.dtype for p in model.parameters()}, key=lambda t: -torch.finfo(t).bits)
-
-
-def by_rows(table, change) -> torch.Tensor:
-    """change(rows) of a large table (out, in), in float64 and cast back."""
-    new = torch.empty_like(table)
-    rows = max(1, PIECE // table.shape[1])
-    for to, piece in zip(new.split(rows), table.detach().split(rows), strict=True):
-        to.copy_(change(piece.double()))
-    return new
-
-
-def with_factor(table: nn.Embedding, factor) -> nn.Embedding:
-    """The same table (V, D), times a 0-dim factor."""
-    rows = by_rows(table.weight, lambda rows: rows * factor.double())
-    return type(table).from_pretrained(rows, freeze=False)
-
-
-def eager_training(h) -> bool:
-    """True on a CPU where a gradient is wanted and no compiler is at work, which would fuse better."""
-    return h.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def autocasts(h) -> bool:
-    """True where matrix products are cast to a narrower type."""
-    return h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
-
-
 # ---------------------------------------------------------------------------------------------------------
-# RMSNorm
+# RMSNorm: the methods of model.RMSNorm, of which LayerNorm is one that centres
 
 
-def inverse_rms(h, eps: float):
-    """1/r(h), r(h) = sqrt(|h|^2/D + eps). (..., D) -> (..., 1), float32 or better."""
-    return torch.rsqrt(upcast(h).square().mean(-1, keepdim=True) + eps)
+def rms_norm(norm, h, weight, bias):
+    """normalize: h/r(h) * weight [+ bias]. (..., D) -> (..., D)"""
+    if weight is None:
+        return NotImplemented
+    return EagerRMSNorm.apply(h, weight, bias, norm.eps)[0]
 
 
-def rms_norm(h, weight, bias, eps: float, fixed=None):
-    """h/r(h) [* weight] [+ h * fixed] [+ bias]. (..., D) -> (..., D)"""
-    if weight is not None and eager_training(h):
-        return rms_norm_and_inverse(h, weight, bias, eps, fixed)[0]
-    y = F.rms_norm(h, h.shape[-1:], weight, eps)
-    y = y if fixed is None else torch.addcmul(y, h, fixed)
-    return y if bias is None else y + bias
+def rms_blend(norm, h, weight, bias, fixed):
+    """blend: x/r(x) * weight + x * fixed [+ bias], x = h or h - mean(h). (..., D) -> (..., D)"""
+    return EagerRMSNorm.apply(norm.centred(h), weight, bias, norm.eps, fixed)[0].to(h.dtype)
 
 
-def rms_norm_and_inverse(h, weight, bias, eps: float, fixed=None):
-    """rms_norm and 1/r(h), which gets no gradient; eager training on a CPU. (..., D) -> (..., D), (..., 1)"""
-    return EagerRMSNorm.apply(h, weight, bias, eps, fixed)
+def rms_norm_and_inverse(norm, h, differentiable: bool):
+    """normed_and_inverse: h/r(h) * weight, and 1/r(h), which gets no gradient. (..., D), (..., 1)"""
+    if differentiable or norm.weight is None or is_watched(norm):
+        return NotImplemented
+    return EagerRMSNorm.apply(h, norm.weight, None, norm.eps)
 
 
-def scaled(h, weight, bias, centre: bool):
-    """h [- mean(h)], times a vector [+ bias]. (..., D) -> (..., D)."""
-    y = (h - h.mean(-1, keepdim=True) if centre else h) * weight
-    return y if bias is None else y + bias
+def rms_moments(norm, h, weight):
+    """moments: |x w|^2 / r(x) and |x w|^2, without the squares in memory. (..., D) -> (...), (...)"""
+    x = norm.centred(h)
+    r = torch.sqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + norm.eps)
+    power = torch.linalg.vector_norm(x * weight, dim=-1).square()
+    return power / r, power
 
 
 class EagerRMSNorm(torch.autograd.Function):
-    """F.rms_norm is a chain of operators in eager mode on a CPU, each with a backward of its own; this one
-    keeps a third less for its backward."""
+    """(h/r(h) * weight [+ h * fixed] [+ bias], 1/r(h)), the second without gradient.
+
+    F.rms_norm is a chain of operators in eager mode on a CPU, each with a backward of its own; this one keeps
+    a third less for its backward."""
 
     @staticmethod
     def forward(ctx, h, weight, bias, eps, fixed=None):
@@ -115,36 +138,17 @@ class EagerRMSNorm(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# matrix products beside a statistic or the stream
-
-
-def product(linear: nn.Linear, x, inverse=None):
-    """linear(x / r), r given as its inverse (B, T, 1), which scales the product: the bias comes after."""
-    if inverse is None:
-        return linear(x)
-    y = F.linear(x, linear.weight) * inverse
-    return y if linear.bias is None else y + linear.bias
-
-
-def add_product(residual, x, linear: nn.Linear):
-    """residual + linear(x) in one product. (B, T, D), (B, T, in) -> (B, T, D)."""
-    residual = residual if linear.bias is None else residual + linear.bias
-    return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), linear.weight.t()).view_as(residual)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # SwiGLU
 
 
-def swiglu(gate_up, inverse=None):
-    """silu(gate) * up, both scaled by `inverse` first if it is given. (..., 2F), (..., 1) -> (..., F)"""
-    gate, up = (gate_up if inverse is None else gate_up * inverse).chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def swiglu_product(gate_up, weight):
-    """swiglu(gate_up) @ weight.t(), for eager training. (..., 2F), (D, F) -> (..., D)"""
-    return EagerSwiGLU.apply(gate_up, weight)
+def swiglu(mlp, x):
+    """SwiGLU.forward: down(silu(a) * b), (a, b) = gate_up(x), by one function. (B, T, D) -> (B, T, D)"""
+    down = mlp.down
+    centred = getattr(down, "centred", None)
+    if not (type(down) is nn.Linear or centred) or down.bias is not None or is_watched(down):
+        return NotImplemented  # it may carry an adapter
+    weight = centred()[0] if centred else down.weight
+    return EagerSwiGLU.apply(mlp.gate_up(x), weight)
 
 
 class EagerSwiGLU(torch.autograd.Function):
@@ -195,24 +199,20 @@ def cpu_details() -> str:
 PAD_HEADS_TO = heads_padded_to()
 
 
-def attend(q, k, v, mask=None, dropout: float = 0.0):
-    """Attention, causal unless there is a mask (T, S). (B, H, T, C), k and v (B, K, S, C) -> (B, H, T, C).
-    dropout: of the attention's weights.
-
-    The CPU's kernel is fastest in float32 for heads of up to 16 numbers, so without a mask they are cast,
-    and in windows of 256 tokens and more padded to PAD_HEADS_TO.
-    """
+def attention(q, k, v, mask=None, dropout: float = 0.0):
+    """attend: the same in float32, for heads of up to 16 numbers, for which the CPU's kernel is fastest in
+    it; and in windows of 256 tokens and more padded to PAD_HEADS_TO. (B, H, T, C) -> (B, H, T, C)"""
     T, C = q.shape[-2:]
-    dtype, narrow = q.dtype, q.is_cpu and C <= 16 and mask is None
-    if narrow:
-        q, k, v = (upcast(t) for t in (q, k, v))
-    if narrow and C < PAD_HEADS_TO and T >= 256:
+    if C > 16 or mask is not None:
+        return NotImplemented
+    dtype = q.dtype
+    q, k, v = (upcast(t) for t in (q, k, v))
+    if C < PAD_HEADS_TO and T >= 256:
         q, k, v = (F.pad(t, (0, PAD_HEADS_TO - C)) for t in (q, k, v))
-    uncast = narrow and torch.is_autocast_enabled("cpu")
-    grouped = q.shape[1] != k.shape[1]
+    uncast, grouped = torch.is_autocast_enabled("cpu"), q.shape[1] != k.shape[1]
     with torch.autocast("cpu", enabled=False) if uncast else nullcontext():
         y = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped, scale=C**-0.5
+            q, k, v, None, dropout, is_causal=True, enable_gqa=grouped, scale=C**-0.5
         )  # fmt: skip
     return y[..., :C].to(dtype)
 
@@ -221,31 +221,32 @@ def attend(q, k, v, mask=None, dropout: float = 0.0):
 # the loss
 
 
-def head_loss(y, weight, bias, targets, left_out: int | None = None):
-    """Mean cross-entropy of softmax(W y + b), 0-dim. y: (B, T, D); weight: (V, D); targets: (B, T).
+def cross_entropy(model, y, targets):
+    """Transformer.cross_entropy in chunks."""
+    if model.lm_head is not None and (type(model.lm_head) is not nn.Linear or is_watched(model.lm_head)):
+        return NotImplemented
+    return chunked_cross_entropy(y, *model.head(), targets)
 
-    Targets that are `left_out` do not count: the mean is over the others, and 0 if there are none.
 
-    In float32 or better. On a CPU 512 tokens at a time: the (B, T, V) logits are never held (results/speed.md
-    has the times). Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits),
-    the chunks' logits are computed twice.
+def chunked_cross_entropy(y, weight, bias, targets):
+    """Mean cross-entropy of softmax(W y + b) over targets other than -100, 0 if there are none, 512 tokens at
+    a time: the (B, T, V) logits are never held. y: (B, T, D); weight: (V, D); targets: (B, T). 0-dim
+
+    Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the logits are
+    computed twice.
     """
     y, targets = y.flatten(0, 1), targets.flatten()
-    counted, ignored = len(y), {}
-    if left_out is not None:
-        counted, ignored = (targets != left_out).sum().clamp_min(1), {"ignore_index": left_out}
-
-    def total(y, targets):
-        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum", **ignored)
-
-    if not y.is_cpu or torch.compiler.is_compiling():
-        return total(y, targets) / counted
+    counted = (targets != -100).sum().clamp_min(1)
     autocast = torch.is_autocast_enabled("cpu")
     low = autocast or y.dtype == torch.bfloat16
     if hasattr(nn, "LinearCrossEntropyOptions") and not low:
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=512)
         of_all = partial(F.linear_cross_entropy, y, weight, targets, linear_bias=bias, options=chunks)
-        return of_all(reduction="sum", **ignored) / counted if ignored else of_all()
+        return of_all(reduction="sum") / counted
+
+    def total(y, targets):
+        return F.cross_entropy(upcast(F.linear(y, weight, bias)), targets, reduction="sum")
+
     once_more = partial(checkpoint, total, use_reentrant=False, preserve_rng_state=False)
     # the chunks share no cast: the gradient of a shared one would be summed over them in bfloat16
     with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=autocast, cache_enabled=False):

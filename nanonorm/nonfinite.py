@@ -9,9 +9,8 @@ def first_nonfinite(model, batches, autocast) -> str:
 
     def look(module, args, out):
         out = getattr(out, "total", out)
-        # the anchor returns None until it has a target, a norm with two gates a pair
-        tensors = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
-        if not found and not all(torch.isfinite(t).all() for t in tensors):
+        # the anchor returns None until it has a target
+        if not found and out is not None and not torch.isfinite(out).all():
             found.append(f"output of {names[module] or 'the loss'}")
 
     names = {m: name for name, m in model.named_modules()}

@@ -12,27 +12,6 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
-from nanonorm.kernels import upcast
-
-
-def stream_scale(h, eps: float, centre: bool):
-    """s(h): r(h), or sigma with `centre`. (B, T, D) -> (B, T)."""
-    h = upcast(h)
-    power = h.var(-1, correction=0) if centre else h.square().mean(-1)
-    return torch.sqrt(power + eps)
-
-
-@torch.no_grad()
-def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
-
-    |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
-    """
-    h = upcast(stream)
-    y = upcast(model.norm_final(h, model.gate))
-    W = upcast(model.head()[0])
-    s = stream_scale(h, model.config.norm_eps, model.config.norm == "layernorm").mean()
-    return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
 
 class Tracker(nn.Module):
@@ -73,7 +52,7 @@ class Tracker(nn.Module):
         seen = -torch.expm1(self.ema_count * self.log_keep)  # 1 - (1 - mu)^n, which would cancel in float32
         return [ema / seen for ema in self.averages()]
 
-    def follow(self, gate):
+    def follow(self):
         """Once a step, after the EMAs have moved: set on the device what is to follow them."""
 
     def freeze(self, buffer, value, degenerate=False):
@@ -85,7 +64,7 @@ class Tracker(nn.Module):
         buffer.copy_(value)
 
 
-def observe_step(trackers: list[Tracker], gate, rate: float, all_reduce=None):
+def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
     place."""
     flat = torch.cat([t.sums for t in trackers])
@@ -99,7 +78,7 @@ def observe_step(trackers: list[Tracker], gate, rate: float, all_reduce=None):
     torch._foreach_add_([t.ema_count for t in trackers], 1.0)
     torch._foreach_zero_([t.sums for t in trackers])
     for t in trackers:
-        t.follow(gate)
+        t.follow()
 
 
 def distance(s, target, relative: bool):
@@ -108,32 +87,33 @@ def distance(s, target, relative: bool):
 
 
 class ScaleAnchor(Tracker):
-    """Fixed-target scale loss on the input of the final norm: the distance of s(h) from s_tgt.
+    """Fixed-target scale loss on the input of the final norm: the distance of s(h) from s_tgt (TaperNorm).
 
-    s is r(h), or sigma for LayerNorm. In the "norm" phase there is no loss and the mean of s is tracked; the
-    target is its bias-corrected EMA, frozen when that phase ends.
+    s is what a norm divides a token by: r(h), for LayerNorm sigma. In the "norm" phase there is no loss and
+    the mean of s is tracked; the target is its bias-corrected EMA, frozen when that phase ends.
     """
 
     quantities = ("ema_s",)
 
-    def __init__(self, c):
-        """c: a ModelConfig."""
-        super().__init__(c.ema_rate)
-        self.eps, self.centre, self.relative = c.norm_eps, c.norm == "layernorm", c.anchor_unit == "relative"
+    def __init__(self, norm, relative: bool, ema_rate: float):
+        """norm: a bare model.Norm, whose `scale` is s."""
+        super().__init__(ema_rate)
+        self.norm, self.relative = norm, relative
         self.register_buffer("target", torch.tensor(0.0))
 
     def forward(self, h, idx=None, end_token=None):
+        """h: (B, T, D). Returns the loss, 0-dim, or None where there is none yet."""
         if self.phase != "norm":
-            return distance(stream_scale(h, self.eps, self.centre), self.target, self.relative)
+            return distance(self.norm.scale(h), self.target, self.relative)
         if self.collecting():
-            self.add(stream_scale(h.detach(), self.eps, self.centre))
+            self.add(self.norm.scale(h.detach()).squeeze(-1))
         return None
 
     def target_now(self):
         return self.corrected()[0] if self.phase == "norm" else self.target
 
     def calibrate(self):
-        nothing = math.sqrt(self.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
+        nothing = math.sqrt(self.norm.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
         self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
 
 
@@ -142,15 +122,15 @@ class BatchAnchor(nn.Module):
     that are neither first in their window nor the end of a text (1 if there are none). The distance is over
     all tokens, from the first step on, whatever the gates."""
 
-    def __init__(self, c):
-        """c: a ModelConfig."""
+    def __init__(self, norm, relative: bool, ema_rate: float):
+        """norm: a bare model.Norm, whose `scale` is s. ema_rate: not read, there is no average."""
         super().__init__()
-        self.eps, self.centre, self.relative = c.norm_eps, c.norm == "layernorm", c.anchor_unit == "relative"
+        self.norm, self.relative = norm, relative
         self.register_buffer("target", torch.tensor(0.0), persistent=False)  # of the last one, for the log
 
     def forward(self, h, idx, end_token=None):
         """h: (B, T, D); idx: (B, T), the tokens it comes from."""
-        s = stream_scale(h, self.eps, self.centre)  # (B, T)
+        s = self.norm.scale(h).squeeze(-1)  # (B, T)
         with torch.no_grad():
             counts = (torch.arange(idx.shape[1], device=idx.device) > 0).expand_as(idx)
             if end_token is not None:

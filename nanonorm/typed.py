@@ -9,11 +9,12 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
-from typing import Annotated, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
 # neither True nor "2" passes for an int; an int passes for a float
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -27,6 +28,51 @@ class Range(NamedTuple):
 
     def __get_pydantic_core_schema__(self, source, handler):
         return handler(source) | {"ge": self.low} | ({"le": self.high} if self.high < math.inf else {})
+
+
+class OneOf(NamedTuple):
+    """A name in a table that may grow. table: () -> the table"""
+
+    table: Callable[[], dict]
+
+    def __get_pydantic_core_schema__(self, source, handler):
+        def known(value):
+            if value not in self.table():
+                raise PydanticCustomError("one_of", "Input should be a name of the table")
+            return value
+
+        return core_schema.no_info_after_validator_function(known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema, handler):
+        return {"enum": list(self.table())}
+
+
+# Facts about a knob, which stand in its annotation
+
+
+class Needs(NamedTuple):
+    """It means nothing unless `met(settings)`, which the knob `knob` decides; of several needs one is enough.
+    Another value than its default is refused then, with `words` for what it needs; without words it is let
+    be."""
+
+    knob: str
+    met: Callable[[Any], bool]
+    words: str = ""
+
+
+class Anew(NamedTuple):
+    """Where it may be set anew: in a "resume" of a run, or where a run starts from given "weights"."""
+
+    where: str
+
+
+class Since(NamedTuple):
+    """The version of settings that has it first: earlier ones had its default."""
+
+    version: int
+
+
+FREE, SINCE_2 = Anew("weights"), Since(2)
 
 
 HUGE = 2**40  # more of anything is a typo
@@ -62,7 +108,15 @@ def hints(cls) -> dict:
 
 
 @cache
-def adapter(hint) -> TypeAdapter:
+def facts(cls, kind: type) -> dict[str, tuple]:
+    """Name -> what its annotation holds of a kind (Needs, Anew, Since), for the fields that have any."""
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints(cls).items()}
+    kept = {name: tuple(f for f in of_knob if isinstance(f, kind)) for name, of_knob in found.items()}
+    return {name: of_knob for name, of_knob in kept.items() if of_knob}
+
+
+@cache
+def checker(hint) -> TypeAdapter:
     return TypeAdapter(hint, config=STRICT)
 
 
@@ -70,7 +124,7 @@ def check(hint, value):
     """`value` as the type `hint`. Raises: ValueError for another type, or a value out of range."""
     if isinstance(value, int) and abs(value) >= 2**1023:
         raise ValueError("too large")  # for a float too
-    value = adapter(hint).validate_python(value)
+    value = checker(hint).validate_python(value)
     for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str):
             os.fsencode(text)  # ValueError for what neither a file's name nor an argument can hold
@@ -82,7 +136,8 @@ def check(hint, value):
 def check_text(hint, text: str):
     """The value that the text of a flag stands for: `--key=text`. Several values may stand in parentheses.
     Raises: ValueError."""
-    if text == "None" and type(None) in get_args(hint):
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if text == "None" and type(None) in get_args(kind):
         return None
     bare = re.sub(r"^\(([^()]*)\)$", r"\1", text)
     parts = tuple(part.strip() for part in bare.split(","))
@@ -105,7 +160,7 @@ def literal(text: str):
 
 def in_words(hint) -> str:
     """What a type allows, for a help text or an error: 'an int from 1 to 4096', 'text or None'."""
-    return described(adapter(hint).json_schema())
+    return described(checker(hint).json_schema())
 
 
 ONE = {"integer": "an int", "number": "a number", "string": "text"}

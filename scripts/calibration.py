@@ -1,6 +1,6 @@
 """The position-0 hazard: what the first token of a window does to the scaling that stands in for a norm.
 
-In GPT-2 the residual stream of position 0 is tens of times as large as the others'. TaperNorm's least-squares
+In GPT-2 the residual stream of position 0 is tens of times as large as the others'. Taper's least-squares
 c* weights each token by |hbar gamma|^2, so that one token can drag it down for all others; FakeLN's 1/mean of
 sigma hardly moves. For every norm of the stream this measures both, on held-out text and with the
 checkpoint's own gains, with position 0 and without, each times the mean sigma of the other positions: 1 where
@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from model import CoupledBlock, LayerNorm, RMSNorm, TaperNorm, Transformer
+from model import CoupledBlock, Norm, Taper, Transformer
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
 from nanonorm.kernels import upcast
@@ -23,14 +23,14 @@ from nanonorm.plots import COLOURS, GREY, pyplot
 EPS = 1e-5  # of GPT-2's LayerNorm; in place of an eps so large that the norm is a fixed scaling
 
 
-def sites(model: Transformer) -> dict[str, RMSNorm | TaperNorm]:
+def sites(model: Transformer) -> dict[str, Norm | Taper]:
     """{"blocks.0.norm_attn": ..., "norm_final": ...}: the stream's norms that still compute a statistic."""
     named = {}
     for i, block in enumerate(model.blocks):
         if not isinstance(block, CoupledBlock):  # it computes its norms without the modules
             named |= {f"blocks.{i}.norm_attn": block.norm_attn, f"blocks.{i}.norm_mlp": block.norm_mlp}
     named["norm_final"] = model.norm_final
-    return {name: norm for name, norm in named.items() if isinstance(norm, RMSNorm | TaperNorm)}
+    return {name: norm for name, norm in named.items() if isinstance(norm, Norm | Taper)}
 
 
 class Watch:
@@ -39,9 +39,10 @@ class Watch:
     sums: (2, 4): tokens, sigma, |hbar gamma|^2 / sigma, |hbar gamma|^2
     """
 
-    def __init__(self, norm: RMSNorm | TaperNorm, device):
-        self.eps = norm.eps if norm.eps <= 1 else EPS
-        self.centre = norm.centre if isinstance(norm, TaperNorm) else isinstance(norm, LayerNorm)
+    def __init__(self, norm: Norm | Taper, device):
+        statistic = norm.norm if isinstance(norm, Taper) else norm
+        self.eps = statistic.eps if statistic.eps <= 1 else EPS
+        self.centre = statistic.centres
         self.gain = None if norm.weight is None else norm.weight.detach()
         self.sums = torch.zeros(2, 4, dtype=widest_float(device), device=device)
 

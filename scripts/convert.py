@@ -29,11 +29,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import Tokenizer
-from model import NO_ANCHOR, Transformer, export, exports
+from forms import export_files, from_file, proved, types_of
+from model import Transformer, off
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
-from nanonorm.kernels import types_of
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
@@ -95,7 +95,7 @@ def open_source(name: str, form: str) -> tuple[Transformer, Path]:
     """The network to export, with its file's weights, and where it is from."""
     unfused = Path(name) / "unfused.pt"  # of a run, which has a folded.pt too
     file, path = open_model(unfused if form == "unfused" and unfused.exists() else name)
-    return Transformer.from_file(file, path), path
+    return from_file(file, path), path
 
 
 def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[torch.Tensor, str]:
@@ -121,9 +121,9 @@ def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[t
 def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transformer, dict[str, float]]:
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
     model.anchor = None  # of training alone
-    c = model.config = replace(model.config, **NO_ANCHOR)
-    if len(exports(c)) == 1:  # no form changes it, but for a factor that goes into the table
-        model, errors = (model, {}) if c.emb_scale is None else export(model, "unfused", idx)
+    c = model.config = replace(model.config, **off("aux_weight"))
+    if len(export_files(c)) == 1:  # no form changes it, but for a factor that goes into the table
+        model, errors = (model, {}) if c.emb_scale is None else proved(model, "unfused", idx)
         c = model.config
         model.config = replace(c, form="trained" if c.form == "unfused" else c.form)
         return model, errors
@@ -131,7 +131,7 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
         raise BadInput("--form=trained keeps the gate, which no other tool knows; use folded or unfused")
     if c.form in (form, "folded", "weightless"):
         return model, model.meta.get("fold_error", {})
-    return export(model, form, idx)
+    return proved(model, form, idx)
 
 
 @torch.no_grad()

@@ -32,12 +32,12 @@ from config import Config
 from data import corpus_folder, open_corpus, refuse_other_tokens
 from data.sampling import windows
 from data.tokenizer import load_tokenizer
-from model import Transformer, config_of
+from forms import config_of
+from model import RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, write_file
-from nanonorm.kernels import inverse_rms
 from nanonorm.machine import pick_device
 from nanonorm.run import given_weights
 from nanonorm.typed import Count, Positive, Whole
@@ -77,11 +77,11 @@ def spread_starts(length: int, window: int, tokens: int) -> np.ndarray:
 def stream_rms(model: Transformer, batches) -> torch.Tensor:
     """The stream's mean r before attention and before the MLP of each block, (2, n_layer, 2) in float64: at
     the first position of a window, and over all later ones. batches: ids (B, T)."""
-    n_layer, eps = model.config.n_layer, model.config.norm_eps
+    n_layer, norm = model.config.n_layer, RMSNorm(model.config.n_embd, model.config.norm_eps)
     sums, tokens, before = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1), {}
 
     def add(i, where, h):
-        r = inverse_rms(h, eps).reciprocal().double()[..., 0]  # (B, T)
+        r = norm.inverse(h).reciprocal().double()[..., 0]  # (B, T)
         sums[:, i, where] += torch.stack((r[:, 0].sum(), r[:, 1:].sum())).cpu()
 
     def before_block(i):

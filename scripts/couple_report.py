@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import corpus_folder, open_corpus
 from data.sampling import windows
-from model import Transformer
+from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.distill import fingerprint
 from nanonorm.divergence import Divergence, divergence
@@ -108,8 +108,8 @@ def distances(folder: Path, base: Path, run: FinishedRun, choices) -> dict[str, 
     """{choice: how far its network is from the teacher, untrained}, on all of the runs' validation split."""
     length, count = run.settings["block_size"], run.settings["batch_size"]
     _, _, val = open_corpus(corpus_folder(run.settings["dataset"]), length)
-    teacher = Transformer.load(base / "model.pt")
-    starts = {name: Transformer.load(folder / "start" / name / "model.pt") for name in choices}
+    teacher = load_model(base / "model.pt")
+    starts = {name: load_model(folder / "start" / name / "model.pt") for name in choices}
     n, tokens = len(val) - 1, torch.from_numpy(val)
     at = np.arange(0, n - n % length, length)
     parts = [(at[i : i + count], length) for i in range(0, len(at), count)]  # as train.py validates

@@ -23,7 +23,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Config
+from config import Config, is_read
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
@@ -38,7 +38,7 @@ from scripts.report import (
     table_of,
     varying,
 )
-from scripts.runs import NOT_THE_RUN, PAPER_ROWS, is_read
+from scripts.runs import NOT_THE_RUN, PAPER_ROWS
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later

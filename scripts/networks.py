@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.nn as nn
 
+from forms import from_file
 from model import Transformer
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.files import json_object
@@ -58,7 +59,7 @@ def open_network(name: str) -> Network:
 
 
 def ours(name: str, file: dict, path: Path) -> Network:
-    model = Transformer.from_file(file, path)
+    model = from_file(file, path)
     c, remark = model.config, None
     if c.norm_eps > 1:
         remark = f"its eps of {c.norm_eps:.0e} makes each norm a fixed scaling"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from data import corpus_folder, open_corpus
-from model import Transformer
+from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import atomic_write
@@ -282,7 +282,7 @@ def stream_rms(run: FinishedRun, tokens: int) -> tuple[np.ndarray, int] | str:
         meta, _, val = open_corpus(corpus, length)
         if meta["tokenizer_sha256"] != run.head["corpus"]["tokenizer_sha256"]:
             return f"{corpus.name} is another corpus than the run's"
-        model = Transformer.load((there or files)[0])
+        model = load_model((there or files)[0])
     except (BadInput, ModelError) as e:
         return str(e)
     starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
@@ -517,7 +517,7 @@ def studies(figures: Figures, name: str, runs: pd.DataFrame, options: list[str],
         study = lambda_study(figures, f"lambda{name}", runs, options, base)
         text += [f"### Lambda, {steps:,} steps", *study]
     for reader in dict.fromkeys(READ_BY.values()):
-        knobs = [k for k in options if k in vary and READ_BY.get(k) is reader]
+        knobs = [k for k in options if k in vary and READ_BY.get(k) == reader]
         if knobs:
             title, figure = ", ".join(knobs), knobs[0] + name
             if "gate_start" in knobs:

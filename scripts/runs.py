@@ -10,13 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import FREE_ON_RESUME, KNOBS_ADDED_LATER, Config
+from config import Config, added_later, free_on_resume, is_read
 from data import corpus_folder
-from model import exports
+from forms import export_files
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.log import check_header, logged_steps, read_log
 from nanonorm.run import MARKS, first_good
+from nanonorm.typed import Needs, facts
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
 # anchor does by itself
@@ -37,70 +38,19 @@ AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a fl
 # when two runs are the same
 
 
-def has_start(c: Config) -> bool:
-    return c.taper != "none" or (c.aux_weight > 0 and c.anchor_target == "fixed")
-
-
-def tapers(c: Config) -> bool:
-    return c.taper != "none"
-
-
-def has_anchor(c: Config) -> bool:
-    return c.aux_weight > 0
-
-
-def is_coupled(c: Config) -> bool:
-    return c.norm == "coupled"
-
-
-def has_shift(c: Config) -> bool:
-    return c.norm in ("layernorm", "cbwc")
-
-
-def has_alpha(c: Config) -> bool:
-    return c.norm in ("dyt", "derf")
-
-
-def has_teacher(c: Config) -> bool:
-    return c.teacher is not None
-
-
-def has_adapters(c: Config) -> bool:
-    return c.adapter != "none"
-
-
-def decays(c: Config) -> bool:
-    return c.decay_lr
-
-
-# Knobs that only some runs read, by what they are; set anywhere else they would repeat a run by another name
-READ_BY = {
-    "gate_start": has_start, "ema_rate": has_start,
-    "gate_end": tapers, "gate_end_ratio": tapers, "calib_skip_first": tapers,
-    "calibration": tapers, "gate_schedule": tapers, "gate_gaps": tapers,
-    "anchor_target": has_anchor, "anchor_unit": has_anchor, "coupled_grad": is_coupled,
-    "coupled_from_layer": is_coupled, "norm_bias": has_shift, "dyt_alpha": has_alpha,
-    "kl_weight": has_teacher, "ce_weight": has_teacher, "adapter_rank": has_adapters,
-    "adapter_alpha": has_adapters, "adapter_targets": has_adapters,
-}  # fmt: skip
-SCHEDULE_READ_BY = {"min_lr": decays, "lr_decay_iters": decays}  # of any variant
+# Knobs that only some runs read: set anywhere else they would repeat a run by another name
+READ_BY = facts(Config, Needs)
 
 # A resume may change these, yet they make another run
 SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
 # Two records of one run may differ in these; the ratio is in the gate_end that it gave
-NOT_THE_RUN = FREE_ON_RESUME - SET_APART | {"gate_end_ratio"}
+NOT_THE_RUN = free_on_resume() - SET_APART | {"gate_end_ratio"}
 NO_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
-
-
-def is_read(knob: str, config: Config) -> bool:
-    """Whether a run with this configuration reads a knob."""
-    reader = (READ_BY | SCHEDULE_READ_BY).get(knob)
-    return reader is None or reader(config)
 
 
 def counted(settings: dict) -> dict:
     """What sets a run with these settings apart from others: the knobs that it reads, in their order."""
-    later = {name: getattr(Config, name) for name in sorted(KNOBS_ADDED_LATER - set(settings))}
+    later = {name: getattr(Config, name) for name in sorted(added_later() - set(settings))}
     settings = settings | later
     if settings.get("init_from") in NO_WEIGHTS:
         settings["init_from"] = "scratch"
@@ -203,7 +153,7 @@ def finite(value) -> bool:
 def bad_export(folder: Path, settings: dict) -> str:
     """Why the exports of a finished run cannot be read; "" if they can."""
     try:
-        for name in exports(Config(**settings).model_config()):
+        for name in export_files(Config(**settings).model_config()):
             if not (folder / name).exists():
                 return f"no {name}"
             read_file(folder / name)

@@ -34,7 +34,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import FREE_ON_RESUME, Config
+from config import Config, free_on_resume, is_read
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
@@ -49,7 +49,6 @@ from scripts.runs import (
     PlannedRun,
     finite,
     identity,
-    is_read,
     look,
     recorded_settings,
     tail,
@@ -136,7 +135,7 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
     def parsed() -> tuple[list[str], list[str], Config]:
         argv = files + [f"--{n}={v}" for n, v in flags.items()]
         asked, explicit, _ = parse(Config, argv, files=True)
-        free = sorted(explicit & FREE_ON_RESUME - {"out_dir", "init_from"})
+        free = sorted(explicit & free_on_resume() - {"out_dir", "init_from"})
         anew = [f"--{name}={getattr(asked, name)}" for name in free]
         if asked.init_from in NO_WEIGHTS:
             return argv, anew, asked

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import bench
-from model import FORMS, TOLERANCE, ModelConfig, Transformer, fold, unfuse
+from forms import FOLD_TOLERANCE, FORMS, fold, load_model, unfuse
+from model import ModelConfig, Transformer
 from nanonorm import timing
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import ROOT
@@ -54,7 +55,7 @@ def test_table_and_json(capsys, tmp_path, decode):
         assert r["tok_s"] == pytest.approx(2 * (1 if decode else 16) / r["ms"] * 1e3)
         assert r["ms_q1"] <= r["ms"] <= r["ms_q3"] and r["speedup_q1"] <= r["speedup"] <= r["speedup_q3"]
     for pair in ("weightless = baseline", "folded = unfused"):
-        assert 0 < report["differences"][pair] < TOLERANCE[torch.float32]
+        assert 0 < report["differences"][pair] < FOLD_TOLERANCE[torch.float32]
 
 
 def test_figure_is_the_table_as_bars(capsys, tmp_path):
@@ -189,7 +190,7 @@ def test_gain_that_was_left_out_is_caught(monkeypatch):
 
 
 def test_logits_that_are_not_finite_are_refused(capsys, folder):
-    model = Transformer.load(folder / "unfused.pt")
+    model = load_model(folder / "unfused.pt")
     # finite, as a file must be; its product with the SwiGLU is not
     model.blocks[0].mlp.down.weight.data.fill_(1e30)
     model.blocks[0].mlp.gate_up.weight.data.fill_(1e30)
@@ -246,7 +247,7 @@ def test_folder_with_only_a_checkpoint(capsys, tmp_path):
     model = bench.random_model(ModelConfig(**SHAPE, norm="layernorm", taper="all"), CPU)
     torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / "ckpt.pt")
     _, report = run(capsys, str(tmp_path), "--dtype=bfloat16")
-    assert 0 < report["differences"]["folded = unfused"] < TOLERANCE[torch.bfloat16]
+    assert 0 < report["differences"]["folded = unfused"] < FOLD_TOLERANCE[torch.bfloat16]
 
 
 def test_rounds_are_shuffled_and_warmup_is_dropped(monkeypatch):
@@ -363,7 +364,7 @@ def test_missing_compiler_is_one_line(monkeypatch):
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_compiled(capsys, mode):
     _, report = run(capsys, *FLAGS, "--runtimes=eager,compiled", f"--mode={mode}")
-    assert report["differences"]["compiled = eager"] < TOLERANCE[torch.float32]
+    assert report["differences"]["compiled = eager"] < FOLD_TOLERANCE[torch.float32]
     assert [r["work"] is None for r in report["rows"]] == [False] * 5 + [True] * 5
 
 

@@ -16,7 +16,8 @@ from conftest import randomize, same_state, scale_of_difference, state_of
 from running import ROOT, refused, train
 
 from data.tokenizer import load_tokenizer
-from model import ModelConfig, Transformer, fold, unfuse
+from forms import fold, from_file, unfuse
+from model import ModelConfig, Transformer
 from nanonorm.errors import BadInput
 from nanonorm.files import write_file, writing
 from nanonorm.run import open_model
@@ -160,7 +161,7 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
     assert max(facts(out)["errors"].values()) <= SINGLE and facts(out)["errors"]["float64"] <= EXACT
     assert_generates(theirs, ours.double())
     if stock:
-        again = Transformer.from_file(*open_model(out))
+        again = from_file(*open_model(out))
         assert same_state(again.state_dict(), state)
 
 
@@ -176,7 +177,7 @@ def test_cbwc_without_shifts_is_a_plain_llama(saved, tmp_path):
     ours = network("llama", "cbwc", norm_bias=False)
     out = convert(saved(ours), "hf", tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    again = Transformer.from_file(*open_model(out))
+    again = from_file(*open_model(out))
     assert scale_of_difference(again(ids(2, 48)), ours(ids(2, 48))) <= EXACT
 
 
@@ -300,7 +301,7 @@ def test_a_network_without_norms_is_a_stock_class(shape, form, saved, capsys, tm
     out = convert(source, "stock", tmp_path / "out")
     theirs, idx = opened(out, torch.float32), ids(3, 48)
     assert type(theirs).__module__.startswith(f"transformers.models.{STOCK[shape].lower()}.")
-    again = Transformer.from_file(*open_model(out))
+    again = from_file(*open_model(out))
     assert again.config.norm_eps == 2.0**60 and again.config.taper == "none"
     with torch.no_grad():
         assert scale_of_difference(again(idx), ours(idx)) <= EXACT
@@ -314,10 +315,7 @@ def test_a_layernorm_without_shifts_is_a_stock_llama(saved, tmp_path):
     out = convert(saved(ours), "stock", tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     with torch.no_grad():
-        assert (
-            scale_of_difference(Transformer.from_file(*open_model(out))(ids(2, 48)), ours(ids(2, 48)))
-            <= EXACT
-        )
+        assert scale_of_difference(from_file(*open_model(out))(ids(2, 48)), ours(ids(2, 48))) <= EXACT
 
 
 @pytest.mark.parametrize("norm", ["cbwc", "layernorm"])
@@ -335,7 +333,7 @@ def test_what_a_stock_class_wants_folded_is_folded_in_float32(norm, saved, tmp_p
 def test_cbwc_without_shifts_saves_the_centring(to, saved, tmp_path):
     ours = network("llama", "cbwc", norm_bias=False)
     out = convert(saved(ours), to, tmp_path / "out")
-    again = Transformer.from_file(*open_model(out))
+    again = from_file(*open_model(out))
     assert scale_of_difference(again(ids(2, 48)), ours(ids(2, 48))) <= EXACT
     card = (out / "README.md").read_text()
     assert "Removed: the centring" in card and "is not computed any more" in card and "Nothing" not in card

@@ -14,7 +14,8 @@ from conftest import scale_of_difference, tiny, tokens
 from running import flags, refused, train
 from test_distill import every_family, student_of, teacher_of
 
-from model import CoupledBlock, Transformer, fold
+from forms import fold, load_model
+from model import CoupledBlock
 from nanonorm.files import ROOT
 from nanonorm.generation import KVCache
 from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
@@ -59,7 +60,7 @@ def test_a_coupled_block_divides_by_alpha_times_the_attentions_rms(family):
         sigma = rms(x, 1e-6)[..., None]
         h = x + block.attn.proj(block.attn(x / sigma * block.norm_attn.weight, rope))
         out = h + block.mlp(h / (alpha * sigma) * block.norm_mlp.weight)
-        assert scale_of_difference(student.blocks[i](x, student.gate, rope), out) < 1e-12
+        assert scale_of_difference(student.blocks[i](x, rope), out) < 1e-12
 
 
 @every_family
@@ -120,7 +121,7 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
         "model.pt", "tokenizer.model", "couple.md", "couple.json", "rms.png",
     }  # fmt: skip
     assert said.split("\n\n")[0] in (out / "couple.md").read_text()
-    student, teacher = Transformer.load(out / "model.pt"), Transformer.load(base / "ckpt.pt")
+    student, teacher = load_model(out / "model.pt"), load_model(base / "ckpt.pt")
     assert (student.config.norm, student.config.coupled_from_layer) == ("coupled", 1)
     assert student.meta["coupled"]["alpha"] == [1.2, 1.2]
     gains = [m.blocks[1].norm_mlp.weight for m in (student, teacher)]

@@ -15,7 +15,8 @@ from running import assert_same, final, launch, metrics, refused, train
 from test_memory import PROGRAM, ROOT
 
 from begin import untapered
-from model import Transformer, export
+from forms import load_model, proved
+from model import Transformer
 from nanonorm import adapters, distill
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
@@ -173,7 +174,7 @@ def test_merged_is_adapted(family, kind):
         merged, error = model.plain()
         assert scale_of_difference(merged(idx), adapted) < 1e-9 and error < 1e-9
         assert abs(merged.eval()(*x).ce - ce) < 1e-12
-        folded, errors = export(merged, "folded", idx)
+        folded, errors = proved(merged, "folded", idx)
         assert scale_of_difference(folded(idx), adapted) < 1e-9 and errors["float64"] < 1e-9
     assert not any("lora" in name for name in folded.state_dict())
 
@@ -424,7 +425,7 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
     assert kl[-1] < kl[0] and kl[-1] < 0.8 * before
     last = [line for line in metrics(out) if "val/loss" in line][-1]
     assert last["grad/qkv"] > 0 and last["grad/emb"] == 0
-    model = Transformer.load(out / "folded.pt")
+    model = load_model(out / "folded.pt")
     assert model.meta["merge_error"] < 1e-9 and model.meta["fold_error"]["float64"] < 1e-9
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
     file = final(out)

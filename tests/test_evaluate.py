@@ -19,7 +19,7 @@ from test_init_from import hf_folder
 
 import data
 from data.tokenizer import load_tokenizer
-from model import fold
+from forms import fold
 from nanonorm.errors import BadInput, ModelError
 from scripts import calibration, evaluate, table4
 from scripts.exports import Job, hf

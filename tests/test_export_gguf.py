@@ -11,7 +11,7 @@ from conftest import one_line, tiny
 from running import flags, train
 
 from data.tokenizer import load_tokenizer
-from model import unfuse
+from forms import unfuse
 from nanonorm.errors import ModelError
 from scripts.exports import Job, gguf
 

@@ -11,7 +11,7 @@ from conftest import one_line, scale_of_difference, tiny, tokens
 from protocols import fine_tuned, random_gpt2
 from running import train
 
-from model import FORMS, Transformer, fold
+from forms import FORMS, fold, load_model
 from nanonorm.errors import ModelError
 from scripts.exports import Job
 from scripts.exports.transformer_lens import refuse, write
@@ -88,7 +88,7 @@ def test_a_fine_tuned_gpt2_goes_to_transformer_lens(protocol, corpus, tmp_path):
     weights = random_gpt2(tmp_path / "weights.pt", 400)
     run, out = fine_tuned(protocol, tmp_path / "run", corpus, weights), tmp_path / "lens"
     train(run, "--to=transformer_lens", f"--out={out}", "--dtype=float32", program="scripts/convert.py")
-    model, bridge = Transformer.load(run / "folded.pt").float().double(), load_lens(out, torch.float64)
+    model, bridge = load_model(run / "folded.pt").float().double(), load_lens(out, torch.float64)
     idx = tokens(2, 20, vocab=400)
     with torch.no_grad():
         logits, cache = bridge.run_with_cache(idx)

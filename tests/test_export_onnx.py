@@ -9,7 +9,7 @@ import torch
 from conftest import VARIANTS, scale_of_difference, tiny, tokens
 
 import bench
-from model import FORMS
+from forms import FORMS
 from nanonorm.errors import BadInput
 from nanonorm.onnx import Session, export
 from scripts.exports import Job

@@ -12,19 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from begin import begun_from
-from model import (
-    FORMS,
-    ModelConfig,
-    Scale,
-    TaperNorm,
-    Transformer,
-    export,
-    fold,
-    fold_error,
-)
+from forms import FORMS, fold, fold_error, from_file, load_model, proved
+from model import ModelConfig, Scale, Taper, Transformer, rope_tables
 from nanonorm.errors import ModelError
 from nanonorm.generation import KVCache
-from nanonorm.rotary import rope_tables
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {
@@ -73,7 +64,7 @@ def test_a_file_gives_the_model_back(family, form, tmp_path):
     model = FORMS[form](of(family, "layernorm-internal-aux" if form == "trained" else "layernorm-all")).eval()
     path = tmp_path / "m.pt"
     torch.save(model.to_file({"gate": 0.0, "phase": "scale"}), path)
-    again = Transformer.load(path)
+    again = load_model(path)
     assert again.config == model.config
     with torch.no_grad():
         assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
@@ -134,7 +125,7 @@ def test_tapered_qk_norms_fold_into_the_rows_of_qkv(variant, form):
 def test_qk_norms_taper_only_when_they_are_told_to():
     for taper_qk, count in ((False, 4), (True, 8)):
         model = tiny("rmsnorm-internal", qk_norm=True, taper_qk=taper_qk)
-        assert sum(isinstance(m, TaperNorm) for m in model.modules()) == len(model.taper_norms()) == count
+        assert sum(isinstance(m, Taper) for m in model.modules()) == len(model.taper_norms()) == count
 
 
 def test_a_qk_norm_is_calibrated_by_its_own_heads():
@@ -252,7 +243,7 @@ def test_a_frozen_base_may_be_bfloat16_under_trained_float32_norms(family, varia
     assert trained and all(p.grad.dtype is torch.float32 for p in trained.values())
     assert all(p.grad.isfinite().all() for p in trained.values())
     model.set_phase("scale")
-    folded, errors = export(model, "folded", tokens(2, 16))
+    folded, errors = proved(model, "folded", tokens(2, 16))
     assert errors["float64"] <= EXACT and folded.blocks[0].attn.qkv.weight.dtype is torch.bfloat16
 
 
@@ -291,7 +282,7 @@ def test_a_shorter_context_takes_the_first_positions():
 
 def test_loading_assigns_the_files_tensors():
     file = file_of(of("llama", "rmsnorm", phase="norm"))
-    model = Transformer.from_file(file)
+    model = from_file(file)
     assert all(p.data_ptr() == file["state"][n].data_ptr() for n, p in model.named_parameters())
 
 

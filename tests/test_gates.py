@@ -25,13 +25,23 @@ from running import assert_same_run, final, flags, metrics, refused, train
 from test_taper import EXACT, Operators, normalized, stream
 
 from begin import begun_from
-from config import Config, ModelKnobs
-from model import MeanScaleNorm, ModelConfig, Transformer, export, exports
+from config import Config
+from forms import export_files, load_model, proved
+from model import (
+    NOT_COUNTED,
+    LayerNorm,
+    MeanScaleTaper,
+    ModelConfig,
+    ModelKnobs,
+    RMSNorm,
+    SplitAttention,
+    Taper,
+    Transformer,
+)
 from nanonorm import schedules
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.kernels import head_loss
+from nanonorm.kernels import chunked_cross_entropy
 from nanonorm.ranks import Ranks
-from nanonorm.scale import stream_scale
 from nanonorm.schedules import gate_sites
 from scripts.speed.turns import tensor_peak
 from train import Step
@@ -69,10 +79,12 @@ def test_every_norm_that_tapers_knows_its_gate(variant, more, wanted):
     assert len(model.gate) == max(1, len(sites))
     found = {}
     for name, module in model.named_modules():
-        if hasattr(module, "site"):
-            places = [module.site] if isinstance(module.site, int) else range(len(sites))[module.site]
-            found |= dict(zip(places, (name, f"{name}.v"), strict=False))
-    assert found == dict(enumerate(sites))
+        if isinstance(module, Taper):
+            views = {name: module.gate}
+            if module.gate_values is not module.gate:
+                views[f"{name}.v"] = module.gate_values
+            found |= {site: view.data_ptr() for site, view in views.items()}
+    assert found == {site: model.gate[i].data_ptr() for i, site in enumerate(sites)}
     # each gate moves what the model computes, and nothing else does
     model.gate.fill_(0.5)
     before = model(*batch()).ce
@@ -199,27 +211,35 @@ def test_knobs_that_mean_nothing_alone(knobs, words):
 # FakeLN's calibration
 
 
-def fake_norm(centre: bool, phase: str, seed: int = 0, sites: int = 1, eps: float = 0.02) -> MeanScaleNorm:
-    norm = MeanScaleNorm(24, eps, centre, centre).double()
+def sigma_of(h):
+    return scale_of(h, centre=True)
+
+
+def scale_of(h, centre: bool):
+    return (h.var(-1, correction=0) if centre else h.square().mean(-1)).add(1e-6).sqrt()
+
+
+def fake_norm(centre: bool, phase: str, seed: int = 0, eps: float = 0.02) -> MeanScaleTaper:
+    norm = MeanScaleTaper((LayerNorm if centre else RMSNorm)(24, eps, shift=centre)).double()
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in norm.parameters():
             p.copy_(0.7 + 0.5 * torch.randn(24, generator=rng))
         norm.c.fill_(0.6)
-    norm.site, norm.phase = 0 if sites == 1 else slice(0, 2), phase
+    norm.phase = phase
     return norm
 
 
 @pytest.mark.parametrize("centre", [False, True])
 @pytest.mark.parametrize("gates", [(1.0,), (0.0,), (0.3,), (0.0, 1.0), (0.9, 0.2)])
 def test_a_site_is_the_formula_with_one_gain_values_and_gradients(centre, gates):
-    norm, h = fake_norm(centre, "blend", sites=len(gates)), stream(2, 3).requires_grad_()
+    norm, h = fake_norm(centre, "blend"), stream(2, 3).requires_grad_()
     assert [name for name, _ in norm.named_parameters()] == ["weight", "bias"][: 1 + centre]
     x, xhat = normalized(h, centre, 0.02)
     shift = norm.bias if centre else 0
     wanted = [g * xhat * norm.weight + (1 - g) * norm.c * x * norm.weight + shift for g in gates]
-    ours = norm(h, torch.tensor(gates, dtype=torch.float64))
-    ours = list(ours) if len(gates) > 1 else [ours]
+    norm.gate, *rest = torch.tensor(gates, dtype=torch.float64).unbind()
+    ours = [norm(h), *(norm.at(gate, h) for gate in rest)]
     direction = stream(len(gates), 2, 3, seed=1)
     parameters = [h, *norm.parameters()]
     for a, b in zip(ours, wanted, strict=True):
@@ -231,7 +251,7 @@ def test_a_site_is_the_formula_with_one_gain_values_and_gradients(centre, gates)
 
 @pytest.mark.parametrize("centre", [False, True])
 def test_in_its_norm_phase_it_is_the_norm_and_in_evaluation_a_scaling(centre):
-    norm, h = fake_norm(centre, "norm", sites=2), stream(2, 3)
+    norm, h = fake_norm(centre, "norm"), stream(2, 3)
     formula = plain_layernorm if centre else plain_rms
     assert scale_of_difference(norm(h), formula(h, norm.weight, 0.02, norm.bias)) <= EXACT
     norm.phase = "scale"
@@ -246,18 +266,20 @@ def test_in_its_norm_phase_it_is_the_norm_and_in_evaluation_a_scaling(centre):
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_an_attention_takes_two_inputs(bias, n_kv_head):
     """Queries and keys from the first, values from the second, with the rows of one matrix."""
-    attention, a, b = tiny(bias=bias, n_kv_head=n_kv_head).blocks[0].attn, stream(2, 5), stream(2, 5, seed=1)
+    model = tiny(FAKE, bias=bias, n_kv_head=n_kv_head)
+    attention, rope, a, b = model.blocks[0].attn, model.rope[:, :5], stream(2, 5), stream(2, 5, seed=1)
+    assert type(attention) is SplitAttention
     weights = list(attention.qkv.parameters())
     found = []
-    for qk, v in (attention.heads((a, b)), (attention.heads(a)[0], attention.heads(b)[1])):
-        assert qk.shape == (2, 5, 4 + n_kv_head, 6) and v.shape == (2, 5, n_kv_head, 6)
-        parts = torch.cat((qk, v), 2)
-        found.append([parts, *torch.autograd.grad((parts**2).sum(), weights)])
+    for y in (
+        attention(a, rope, values=b),
+        attention.mixed(attention.heads(a)[0], attention.heads(b)[1], rope),
+    ):
+        found.append([y, *torch.autograd.grad((y**2).sum(), weights)])
     for ours, wanted in zip(*found, strict=True):
         assert scale_of_difference(ours, wanted) <= EXACT
-    rope = tiny().rope[:, :5]
-    assert scale_of_difference(attention((a, a), rope), attention(a, rope)) <= EXACT
-    assert scale_of_difference(attention((a, b), rope), attention(a, rope)) > 1e-2
+    assert scale_of_difference(attention(a, rope, values=a), attention(a, rope)) <= EXACT
+    assert scale_of_difference(attention(a, rope, values=b), attention(a, rope)) > 1e-2
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "cosine"])
@@ -283,7 +305,7 @@ def test_c_follows_until_its_last_gate_is_down(schedule, skip_first):
             streams = [h[:, 1:] if skip_first else h for h in seen[name]]
             seen[name].clear()
             assert len(streams) == 2  # micro-batches
-            sigma = torch.stack([stream_scale(h, 1e-6, True) for h in streams]).mean().item()
+            sigma = torch.stack([sigma_of(h) for h in streams]).mean().item()
             by_hand[name] = 0.7 * average + 0.3 * sigma
             last = down.get(f"{name}.v", down.get(name, 20))
             if k < last:
@@ -366,8 +388,8 @@ def test_a_protocol_goes_through_its_schedule_and_folds(name):
     losses = whole_run(step, cfg)
     assert all(torch.isfinite(torch.tensor(losses)))
     model = step.model.eval()
-    for form in exports(model.config).values():
-        exported, errors = export(model, form, tokens(2, 16))
+    for form in export_files(model.config).values():
+        exported, errors = proved(model, form, tokens(2, 16))
         assert errors["float64"] <= 1e-9
     left = [n for n, m in exported.named_modules() if "Norm" in type(m).__name__]
     kept = {"vanilla": ["norm_attn", "norm_mlp", "norm_final"], "internal": ["norm_final"]}.get(name, [])
@@ -390,7 +412,7 @@ def test_the_batchs_own_target(variant, unit, phase):
     for end in (END, None):
         model.end_token = end
         losses = model(idx, targets)
-        s = stream_scale(losses.stream, 1e-6, variant != "rmsnorm").requires_grad_()
+        s = scale_of(losses.stream, variant != "rmsnorm").requires_grad_()
         counted = [s[b, t] for b in range(3) for t in range(1, 16) if end is None or idx[b, t] != END]
         target = (sum(counted) / len(counted)).item()
         gaps = s - target if unit == "absolute" else s / target - 1
@@ -401,7 +423,7 @@ def test_the_batchs_own_target(variant, unit, phase):
     # the gradient is of the distance alone
     h = losses.stream.clone().requires_grad_()
     (ours,) = torch.autograd.grad(model.anchor(h, idx, None), h)
-    s = stream_scale(h, 1e-6, variant != "rmsnorm")
+    s = scale_of(h, variant != "rmsnorm")
     gaps = s - target if unit == "absolute" else s / target - 1
     (wanted,) = torch.autograd.grad(gaps.square().mean(), h)
     assert scale_of_difference(ours, wanted) <= 1e-10
@@ -414,7 +436,7 @@ def test_a_batch_in_which_nothing_counts_has_the_target_1():
     model = tiny("layernorm", aux_weight=0.5, anchor_target="batch")
     model.end_token = END
     losses = model(torch.full((2, 4), END), torch.ones(2, 4, dtype=torch.long))
-    s = stream_scale(losses.stream, 1e-6, True)
+    s = sigma_of(losses.stream)
     assert losses.aux.item() == pytest.approx(0.5 * (s - 1).square().mean().item(), rel=1e-10)
 
 
@@ -422,7 +444,7 @@ def test_a_fixed_target_in_relative_units():
     model = tiny("layernorm", phase="blend", aux_weight=0.5, anchor_unit="relative")
     model.anchor.target.fill_(1.7)
     losses = model(*batch())
-    s = stream_scale(losses.stream, 1e-6, True)
+    s = sigma_of(losses.stream)
     assert losses.aux.item() == pytest.approx(0.5 * (s / 1.7 - 1).square().mean().item(), rel=1e-10)
 
 
@@ -439,12 +461,12 @@ def test_a_target_that_is_left_out_counts_nowhere(low, bias):
     W = torch.randn(61, 16, generator=rng).requires_grad_()
     b = torch.randn(61, generator=rng) if bias else None
     targets = torch.randint(61, (3, 400), generator=rng)
-    targets[:, ::3] = END
-    wanted = F.cross_entropy(F.linear(y, W, b).flatten(0, 1), targets.flatten(), ignore_index=END)
+    targets[:, ::3] = NOT_COUNTED
+    wanted = F.cross_entropy(F.linear(y, W, b).flatten(0, 1), targets.flatten(), ignore_index=NOT_COUNTED)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        ours = head_loss(y, W, b, targets, END)
-        nothing = head_loss(y, W, b, torch.full_like(targets, END), END)
-        all_count = head_loss(y, W, b, targets)
+        ours = chunked_cross_entropy(y, W, b, targets)
+        nothing = chunked_cross_entropy(y, W, b, torch.full_like(targets, NOT_COUNTED))
+        all_count = chunked_cross_entropy(y, W, b, targets.clamp_min(0))
     close = 2e-2 if low else 1e-5  # bfloat16 has 8 bits; float32 sums in another order
     assert ours.item() == pytest.approx(wanted.item(), rel=close)
     for a, c in zip(*(torch.autograd.grad(loss, (y, W)) for loss in (ours, wanted)), strict=True):
@@ -548,7 +570,7 @@ def test_a_file_of_before_gates_by_site_is_read(tmp_path):
     model = tiny("layernorm-all", phase="blend", dtype=torch.float32)
     for gate, wanted in ((0.25, [0.25] * 5), ([1.0, 0.0, 0.5, 0.25, 1.0], [1.0, 0.0, 0.5, 0.25, 1.0])):
         torch.save(model.to_file({"gate": gate, "phase": "blend"}), tmp_path / "m.pt")
-        assert Transformer.load(tmp_path / "m.pt").gate.tolist() == wanted
+        assert load_model(tmp_path / "m.pt").gate.tolist() == wanted
 
 
 def test_a_fake_norm_begins_from_a_layernorm():
@@ -579,4 +601,4 @@ def test_a_run_that_removes_site_by_site_goes_on_amid_it(corpus, tmp_path):
     assert all(line["train/aux"] > 0 and line["s/target"] > 0 for line in lines.values())
     assert lines[50]["val/loss"] == lines[50]["val/loss_gated"]
     assert lines[25]["val/loss"] != lines[25]["val/loss_gated"]
-    assert max(Transformer.load(whole / "folded.pt").meta["fold_error"].values()) < 1e-4
+    assert max(load_model(whole / "folded.pt").meta["fold_error"].values()) < 1e-4

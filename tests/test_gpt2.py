@@ -14,7 +14,7 @@ from protocols import PROTOCOLS, STEPS, fine_tuned, random_gpt2
 from running import metrics, train
 
 from config import Config
-from model import Transformer
+from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.schedules import drop_steps, lr_at
 
@@ -64,9 +64,9 @@ def test_what_it_leaves_is_a_network_without_the_norms(protocol, runs):
     }  # fmt: skip
     run = runs(protocol)
     names = ["model.pt"] if protocol == "vanilla" else ["unfused.pt", "folded.pt"]
-    trained, idx = Transformer.load(run / "ckpt.pt"), torch.randint(400, (3, 32))
+    trained, idx = load_model(run / "ckpt.pt"), torch.randint(400, (3, 32))
     for name in names:
-        model = Transformer.load(run / name)
+        model = load_model(run / name)
         assert model.meta["fold_error"]["float64"] <= 1e-9
         with torch.no_grad():
             assert scale_of_difference(model(idx), trained(idx)) <= 1e-9

@@ -21,7 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from model import KVCache, Transformer
+from forms import from_file
+from model import KVCache
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES
 from nanonorm.files import ROOT, write_file
@@ -110,7 +111,7 @@ def assert_same_tensors(a: dict, b: dict):
 
 @torch.no_grad()
 def assert_same_logits(folder: Path, theirs, length: int, tolerance: float):
-    ours = Transformer.from_file(read_pretrained(folder), folder)
+    ours = from_file(read_pretrained(folder), folder)
     idx = tokens(2, length, vocab=VOCAB)
     assert scale_of_difference(ours(idx), theirs(idx).logits) < tolerance
     return ours
@@ -173,7 +174,7 @@ def test_a_checkpoint_is_a_setting_of_our_model(checkpoint, length, seed, shard)
 def test_decoding_with_a_cache_is_recomputation(name, tmp_path):
     theirs = made(name)
     theirs.save_pretrained(tmp_path)
-    model = Transformer.from_file(read_pretrained(tmp_path), tmp_path)
+    model = from_file(read_pretrained(tmp_path), tmp_path)
     idx = tokens(2, 30, vocab=VOCAB)
     with torch.no_grad():
         cache = KVCache(model, 2, 30)
@@ -528,7 +529,7 @@ def test_open_model_tells_folders_apart(tmp_path):
     ):
         file, where = open_model(str(name))
         assert where == path
-        Transformer.from_file(file, where)
+        from_file(file, where)
     for dtype in (torch.float32, torch.bfloat16):  # the folder's own, and another
         state = read_pretrained(pretrained, None if dtype == torch.float32 else dtype)["state"]
         assert {t.dtype for t in state.values()} == {dtype}

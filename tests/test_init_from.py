@@ -14,7 +14,8 @@ from running import assert_same, assert_same_run, final, flags, launch, metrics,
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
-from model import ModelConfig, Transformer, fold
+from forms import fold, load_model
+from model import ModelConfig, Transformer
 from nanonorm.files import write_file
 from nanonorm.hub import read_pretrained
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bp
     state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
     assert {state[n].item() for n in state if n.endswith("ema_count")} == {15.0}  # gate_start
     for name in ("unfused.pt", "folded.pt"):
-        model = Transformer.load(out / name)
+        model = load_model(out / name)
         assert model.meta["fold_error"]["float64"] <= 1e-9
         assert model.meta["base"]["name"] == "hf" and model.meta["corpus"]["tokenizer"] == "tokenizer.json"
     assert (model.blocks[0].attn.norm_q is None) == (family != "qwen3" or taper_qk)
@@ -132,7 +133,7 @@ def test_cbwc_and_coupled_start_from_a_checkpoint(norm, bpe_corpus, tmp_path, ca
     assert f"norm={norm} in place of" in said and "moves the network by" in said
     kl = float(said.split("KL ")[1].split()[0])
     assert kl < 1e-6 if norm == "cbwc" else kl > 1e-3
-    assert Transformer.load(tmp_path / "run/folded.pt").meta["base"]["architecture"]
+    assert load_model(tmp_path / "run/folded.pt").meta["base"]["architecture"]
 
 
 def test_cbwc_with_dropout_says_that_it_is_not_layernorm(bpe_corpus, tmp_path, capfd):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from config import Config
-from model import ModelConfig, Transformer, export, fold, fold_error, unfuse
+from forms import fold, fold_error, from_file, proved, unfuse, with_factor
+from model import ModelConfig, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
-from nanonorm.kernels import with_factor
 from scripts.convert import in_form
 from scripts.exports.stock import plain
 
@@ -100,11 +100,11 @@ def test_the_factor_folds_into_the_table(knobs, tied):
         assert form.emb_scale is None and form.config.emb_scale is None
         assert form.lm_head is not None
         torch.testing.assert_close(form(idx), logits, rtol=0, atol=1e-12)
-        again = Transformer.from_file(form.to_file({}))
+        again = from_file(form.to_file({}))
         assert torch.equal(again(idx), form(idx))
     for name in ("folded", "unfused"):
         assert 0 <= fold_error(model, name, idx, torch.float64) < 1e-12
-        assert export(model.float(), name, idx)[1]["float32"] < 1e-5
+        assert proved(model.float(), name, idx)[1]["float32"] < 1e-5
         model.double()
     off = unfuse(model)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_stock_class_takes_the_factor_in_the_table(tmp_path):
     same, errors = in_form(model, "folded", torch.randint(0, 512, (2, 16)))
     assert same.config.form == "trained" and errors["float64"] < 1e-12
     write_pretrained(plain(same), tmp_path)
-    again = Transformer.from_file(read_pretrained(tmp_path), tmp_path)
+    again = from_file(read_pretrained(tmp_path), tmp_path)
     idx = torch.randint(0, 512, (2, 16))
     torch.testing.assert_close(again(idx), model(idx), rtol=0, atol=1e-6)
 
@@ -127,17 +127,17 @@ def test_a_stock_class_takes_the_factor_in_the_table(tmp_path):
 def test_the_proof_sees_a_wrong_factor(dtype, monkeypatch):
     """In float64 as well, where the network is not of that type."""
     net, idx = made(emb_scale=2.7).to(dtype).eval(), torch.randint(0, 512, (2, 16))
-    assert export(net, "unfused", idx)[1]["float64"] < 1e-12
+    assert proved(net, "unfused", idx)[1]["float64"] < 1e-12
     monkeypatch.setattr("model.with_factor", lambda table, factor: with_factor(table, factor * 1.01))
     with pytest.raises(ModelError, match="of the logit scale in float64; not exported"):
-        export(net, "unfused", idx)
+        proved(net, "unfused", idx)
 
 
 def test_a_file_from_before_these_knobs_still_loads():
     file = made().to_file({})
     for knob in ("init", "emb_scale", "dyt_alpha"):
         del file["config"][knob]
-    model = Transformer.from_file(file)
+    model = from_file(file)
     assert (model.config.init, model.config.emb_scale, model.config.dyt_alpha) == ("gpt2", None, None)
     settings = {
         k: v for k, v in vars(Config().resolve()).items() if k not in ("init", "emb_scale", "dyt_alpha")

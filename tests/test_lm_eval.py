@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.tokenizer import load_tokenizer
-from model import Transformer
+from forms import load_model
 from nanonorm.files import ROOT, read_file, write_file
 
 SCRIPT = ROOT / "scripts/lm_eval.sh"
@@ -70,7 +70,7 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     run = lm_eval(reference, "--output_path", tmp_path, LOCAL="1")
     assert run.returncode == 0, run.stderr
     found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
-    model, tokenizer = Transformer.load(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
+    model, tokenizer = load_model(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
     bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     acc = accuracy(model, tokenizer, QUESTIONS)
@@ -89,7 +89,7 @@ def test_what_is_longer_than_the_context_is_counted(reference, tmp_path):
     (tmp_path / name).write_bytes((reference / name).read_bytes())
     run = lm_eval(tmp_path / "folded.pt", LOCAL="1")
     assert run.returncode == 0, run.stderr
-    count = inputs_cut(Transformer.load(tmp_path / "folded.pt"), load_tokenizer(tmp_path))
+    count = inputs_cut(load_model(tmp_path / "folded.pt"), load_tokenizer(tmp_path))
     assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in run.stdout
 
 
@@ -105,7 +105,7 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
     run = lm_eval(export, "--output_path", tmp_path / "out", **where)
     assert run.returncode == 0, run.stderr
     found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
-    model = Transformer.load(reference / "folded.pt")
+    model = load_model(reference / "folded.pt")
     bits = bits_per_byte(model, load_tokenizer(reference), text.read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert not cache.exists()

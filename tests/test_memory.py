@@ -19,6 +19,7 @@ SHAPE = dict(
 PROGRAM = """
 import json, sys, threading, time
 import torch
+from forms import load_model
 from nanonorm.files import read_file, write_file
 from model import ModelConfig, Transformer, export
 
@@ -51,7 +52,7 @@ if job == "make":
     print(json.dumps({"weights": size}))
 else:
     with Peak() as loading:
-        model = Transformer.load(path)
+        model = load_model(path)
     loaded = loading.peak - loading.base
     with Peak() as folding:
         export(model, "folded", torch.randint(1000, (4, 512)))

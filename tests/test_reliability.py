@@ -19,7 +19,8 @@ import pytest
 import torch
 from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 
-import model as network
+import forms
+from forms import load_model
 from model import Transformer
 from nanonorm.errors import BadFile
 from nanonorm.files import hold_folder, read_file
@@ -106,7 +107,7 @@ def test_files_of_other_formats(short, tmp_path, capsys):
     file = final(short)
     assert file["meta"].pop("format") == 1
     torch.save(file, tmp_path / "ckpt.pt")
-    assert_same(Transformer.load(tmp_path / "ckpt.pt").state_dict(), final(short)["state"])
+    assert_same(load_model(tmp_path / "ckpt.pt").state_dict(), final(short)["state"])
     file["meta"]["format"] = 2
     torch.save(file, tmp_path / "ckpt.pt")
     shutil.copy(short / "ckpt.prev.pt", tmp_path)
@@ -316,13 +317,13 @@ def test_a_read_only_disk(corpus, tmp_path):
 def altered_loss(monkeypatch, by, when):
     """Add `by` to the training loss of the micro-batches for whose targets `when` holds; the gradient stays
     as it is."""
-    head_loss = network.head_loss
+    plain_loss = Transformer.cross_entropy
 
-    def altered(x, weight, bias, targets, *more):
-        ce = head_loss(x, weight, bias, targets, *more)
+    def altered(model, y, targets):
+        ce = plain_loss(model, y, targets)
         return ce + by if torch.is_grad_enabled() and when(targets) else ce
 
-    monkeypatch.setattr(network, "head_loss", altered)
+    monkeypatch.setattr(Transformer, "cross_entropy", altered)
 
 
 @pytest.mark.parametrize("step", [2, slow(12), slow(20)])
@@ -527,7 +528,7 @@ def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
 def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypatch):
     """The last checkpoint is written; the run resumed exports."""
     with monkeypatch.context() as patch:
-        patch.setattr(network, "export", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(forms, "proved", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         assert train(*flags(tmp_path / "run", corpus, **SHORT), expect=None) == 128 + signal.SIGTERM
     assert not (tmp_path / "run/folded.pt").exists()
     train(*resume(tmp_path / "run"))

@@ -20,7 +20,7 @@ import torch
 
 from config import Config
 from data import prepare
-from model import exports
+from forms import export_files
 from nanonorm.errors import one_line_errors
 from nanonorm.files import FORMAT, ROOT
 from scripts import figures, report
@@ -63,7 +63,7 @@ def write_run(
     lines[-1] |= {"val/loss": loss, "val/bpb": loss / 2}
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in exports(cfg.model_config()):
+    for name in export_files(cfg.model_config()):
         file = {"config": {}, "state": {"tok_emb.weight": torch.zeros(1)}, "meta": {"format": FORMAT}}
         torch.save(file, folder / name)
     return folder
@@ -588,11 +588,11 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
     with torch.no_grad():
         x, expected = model.tok_emb(idx), []
         for block in model.blocks:
-            after = block(x, model.gate, model.rope[:, :16])
+            after = block(x, model.rope[:, :16])
             if variant == "coupled":
                 y = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * block.norm_attn.weight
             else:
-                y = block.norm_attn(x, model.gate)
+                y = block.norm_attn(x)
             h = x + block.attn.proj(block.attn(y, model.rope[:, :16]))
             a, b = x.square().mean(-1).sqrt(), h.square().mean(-1).sqrt()
             expected.append([a.mean().item(), b.mean().item(), (b / a).mean().item()])

@@ -17,7 +17,7 @@ from conftest import ROOT, one_line, tiny
 from running import flags, train
 
 from config import Config
-from model import Transformer
+from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
         said = capsys.readouterr().err
         assert said.startswith(f"{program}: ") and said.count("\n") == 1 and "cannot be read" in said
     with pytest.raises(ModelError) as e:
-        Transformer.load(run / "ckpt.pt")
+        load_model(run / "ckpt.pt")
     assert one_line(e) and not marker.exists()
     load = (
         pickle.loads((run / "ckpt.pt").read_bytes())

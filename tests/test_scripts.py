@@ -30,7 +30,7 @@ def test_parts_prints_its_tables(monkeypatch, capsys):
     out = capsys.readouterr().out
     tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms", "| peak, MB |")
     assert all(title in out for title in tables)
-    for name in ("plain, bfloat16", "head_loss, bfloat16", "padded to 16, float32", "attend, bfloat16",
+    for name in ("plain, bfloat16", "in chunks, bfloat16", "padded to 16, float32", "attend, bfloat16",
                  "taper, blend", "cbwc", "as it is", "without EagerSwiGLU"):  # fmt: skip
         assert f"\n| {name} | " in out
 

@@ -29,6 +29,7 @@ from tokenizers import (
 import data
 from data.sampling import windows
 from data.tokenizer import END, SentencePiece, TokenizerJson, load_tokenizer, train_tokenizer
+from forms import load_model
 from model import Transformer
 from nanonorm.errors import BadInput
 from nanonorm.hub import write_pretrained
@@ -467,7 +468,7 @@ def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, mo
 
 def test_no_id_beyond_the_tokenizers_is_drawn(run_folder, chatty, monkeypatch, capsys):
     """Qwen's models have more rows than its tokenizer has ids; fed back, such an id changes what follows."""
-    model = Transformer.load(run_folder / "model.pt")
+    model = load_model(run_folder / "model.pt")
     prompt = torch.tensor([[1, 320], [3, 325]])
     for how in ({"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 300, "top_p": 0.9, "use_cache": False}):
         assert model.generate(prompt, 20, **how)[:, 2:].max() >= 9

@@ -20,6 +20,7 @@ from running import ROOT, assert_same, assert_same_run, final, flags, launch, me
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from forms import load_model
 from model import Transformer
 from nanonorm import machine
 from nanonorm.machine import pick_dtype
@@ -67,7 +68,7 @@ def test_what_a_run_writes(reference, corpus):
 def test_validation_is_the_whole_split(reference, corpus):
     """val/loss is the mean over every token of the split but the first, each predicted once; bits per byte
     follow."""
-    model = Transformer.load(reference / "folded.pt").double()
+    model = load_model(reference / "folded.pt").double()
     tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", "<u2").astype(np.int64))
     total = 0.0
     with torch.no_grad():
@@ -93,7 +94,7 @@ def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
 
 
 def test_diagnostics_are_what_they_say(reference):
-    model = Transformer.load(reference / "ckpt.pt")
+    model = load_model(reference / "ckpt.pt")
     idx = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(0))
     seen = []
     model.norm_final.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -295,8 +296,8 @@ def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, acc
     assert [g.replays for g in graphs] == [12, end - 15 - 3, 40 - end - 3]
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
         assert a == pytest.approx(b, rel=1e-5)  # AdamW's learning rate is in float32, as a tensor
-    model = Transformer.load(tmp_path / "graph/ckpt.pt")
-    for name, value in Transformer.load(tmp_path / "eager/ckpt.pt").state_dict().items():
+    model = load_model(tmp_path / "graph/ckpt.pt")
+    for name, value in load_model(tmp_path / "eager/ckpt.pt").state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
     whole = metrics(tmp_path / "graph")
     for graph in (True, False):  # gone on with from step 35, five before the end

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from model import TOLERANCE, ModelConfig, Transformer
+from forms import FOLD_TOLERANCE
+from model import ModelConfig, Transformer
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import atomic_write
 
-ALLOWED = TOLERANCE  # largest error of a logit, of the spread of the logits
+ALLOWED = FOLD_TOLERANCE  # largest error of a logit, of the spread of the logits
 EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
 SITES = {
     "internal": "the two norms of every block",

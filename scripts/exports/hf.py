@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from model import RMSNorm, Transformer, exports
+from forms import export_files
+from model import RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, misfits
 from nanonorm.files import ROOT, atomic_write
@@ -45,8 +46,8 @@ SAVES = {
 
 
 def copied() -> dict[str, str]:
-    """{file name: text} of model.py and of all it imports from nanonorm, with flat imports."""
-    texts, waiting = {}, [ROOT / "model.py"]
+    """{file name: text} of forms.py and of all it imports of the project, with flat imports."""
+    texts, waiting = {}, [ROOT / "forms.py"]
     while waiting:
         path = waiting.pop()
         if path.name in texts:
@@ -54,11 +55,17 @@ def copied() -> dict[str, str]:
         source = HERE / "typed.py" if path.name == "typed.py" else path  # nanonorm's own needs pydantic
         lines = source.read_text().splitlines(keepends=True)
         for node in ast.walk(ast.parse("".join(lines))):
-            room, _, name = (getattr(node, "module", None) or "").partition(".")
-            if isinstance(node, ast.ImportFrom) and room == "nanonorm":
-                at = node.lineno - 1
-                lines[at] = lines[at].replace(f"from nanonorm.{name} ", f"from .{name} ")
-                waiting.append(ROOT / "nanonorm" / f"{name}.py")
+            module = getattr(node, "module", None) or ""
+            if not isinstance(node, ast.ImportFrom) or module.partition(".")[0] not in ("model", "nanonorm"):
+                continue
+            at, names = node.lineno - 1, [alias.name for alias in node.names]
+            room, name = ROOT / module.replace(".", "/"), module.rpartition(".")[2]
+            if module == "nanonorm":  # from nanonorm import kernels
+                waiting += [room / f"{name}.py" for name in names]
+                lines[at] = lines[at].replace("from nanonorm ", "from . ")
+            else:
+                waiting.append(room.with_suffix(".py"))
+                lines[at] = lines[at].replace(f"from {module} ", f"from .{name} ")
         texts[path.name] = "".join(lines)
     wrapper = (HERE / "modeling_nanonorm.py").read_text()
     wrapper += "\n\n# transformers 4 copies only what this file itself imports\n"
@@ -118,7 +125,7 @@ def write(job: Job) -> dict:
 def saves(model: Transformer) -> str:
     """What the network saves, by what was removed from it."""
     c = model.config
-    if len(exports(c)) == 1:
+    if len(export_files(c)) == 1:
         return SAVES["none"]
     kept = any(isinstance(m, RMSNorm) for m in model.modules())
     return SAVES["all" if c.taper == "all" and not kept else "some"]

@@ -11,8 +11,8 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import FORMS, ModelConfig, Transformer
-from .rotary import rope_tables
+from .forms import FORMS
+from .model import ModelConfig, Transformer, rope_tables
 
 NAMES = {  # transformers' -> ours; caches and other tools ask for theirs
     "vocab_size": "vocab_size", "max_position_embeddings": "block_size", "hidden_size": "n_embd",
@@ -74,6 +74,7 @@ class NanonormForCausalLM(PreTrainedModel, GenerationMixin):
         """The network has drawn its weights; only what no file holds has to be made again after loading."""
         if isinstance(module, Transformer):
             module.gate.fill_(0.0)
+            module.bind_gates()
             module.rope = rope_tables(module.config, module.gate.device)
 
     def get_input_embeddings(self):
@@ -113,8 +114,8 @@ class NanonormForCausalLM(PreTrainedModel, GenerationMixin):
         for i, block in enumerate(net.blocks):
             states.append(x)
             kv = None if cache is None else partial(cached, cache, i, columns, length)
-            x = block(x, net.gate, rope, kv, None, mask)
-        x = net.norm_final(x, net.gate)
+            x = block(x, rope, kv, None, mask)
+        x = net.norm_final(x)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = F.linear(x[:, kept], *net.head())
         loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **more)

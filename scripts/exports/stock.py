@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from model import NO_ANCHOR, NO_TAPER, ModelConfig, Transformer, fold
+from forms import fold, from_file
+from model import ModelConfig, Transformer, off
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
@@ -66,7 +67,7 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
                 state.setdefault(f"{prefix}{name}.bias", torch.zeros_like(gain))
     config = replace(
         c, form="trained", norm=norm, norm_eps=eps, norm_bias=c.norm_bias or norm == "rmsnorm",
-        tie_embeddings=model.lm_head is None, **NO_TAPER, **NO_ANCHOR,
+        tie_embeddings=model.lm_head is None, **off("taper", "aux_weight"),
     )  # fmt: skip
     return {"config": asdict(config), "state": state, "meta": model.meta}
 
@@ -115,7 +116,7 @@ def write_class(job: Job, file: dict) -> dict[str, float]:
 @torch.no_grad()
 def proved_exact(job: Job) -> float:
     """The error of the file read again, in float64. Raises: ModelError if its eps does not explain it."""
-    again = Transformer.from_file(read_pretrained(job.folder), job.folder).double()
+    again = from_file(read_pretrained(job.folder), job.folder).double()
     ours, ratios, eps = job.logits(), [0.0], again.config.norm_eps
     if eps >= min(EPS.values()):  # of norms that only scale: each shrinks x by a half of mean(x^2) / eps
         for part in again.modules():

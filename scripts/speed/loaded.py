@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from begin import begun_from
 from bench import hardware
-from model import TOLERANCE, Transformer, fold
+from forms import FOLD_TOLERANCE, fold, from_file
+from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
@@ -85,7 +86,7 @@ def prompt_of(length: int) -> torch.Tensor:
 def ours(folder: Path, folded: bool) -> Transformer:
     """The checkpoint loaded here; folded: with every norm tapered away."""
     file, path = open_model(str(folder))
-    model = Transformer.from_file(file, path)
+    model = from_file(file, path)
     if folded:
         model = begun_from(file, replace(model.config, taper="all"), path)
         model.train()(prompt_of(64), last_only=True)
@@ -135,7 +136,7 @@ def compare(folder: Path, shape: str):
     with torch.inference_mode():
         a, b = ours(folder, folded=False)(idx), theirs(folder)(idx).logits
     error = ((a - b).abs().max() / b.abs().max()).item()
-    if not error <= TOLERANCE[torch.float32]:
+    if not error <= FOLD_TOLERANCE[torch.float32]:
         raise BadInput(f"{shape}: logits differ by {error:.1e} of their scale, so a time means nothing")
     print(f"{shape}: the same logits, to {error:.0e} of their scale", flush=True)
 

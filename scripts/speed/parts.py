@@ -14,12 +14,10 @@ quartiles: above 1 the alternative is faster. Peak: the most memory its tensors 
 import itertools
 import random
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from config import Config
 from data.sampling import train_batch
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, attend
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.kernels import attend, head_loss, upcast
+from nanonorm.kernels import chunked_cross_entropy, plain
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.timing import time_rounds
@@ -90,7 +88,7 @@ def loss_steps(tokens: int, width: int, vocab: int) -> dict:
     for dtype in (torch.float32, torch.bfloat16):
         low, name = dtype == torch.bfloat16, str(dtype).removeprefix("torch.")
         steps[f"plain, {name}"] = partial(step, plain, low)
-        steps[f"head_loss, {name}"] = partial(step, partial(head_loss, y, W, None, targets), low)
+        steps[f"in chunks, {name}"] = partial(step, partial(chunked_cross_entropy, y, W, None, targets), low)
         if hasattr(nn, "LinearCrossEntropyOptions"):
             steps[f"library's own chunks, {name}"] = partial(step, partial(library, dtype), False)
             for size in (256, 512, 1024):
@@ -200,33 +198,23 @@ def protocol_steps(k: Parts, width: int) -> dict:
     }
 
 
-def plain_loss(y, weight, bias, targets, left_out=None):
-    """head_loss without chunks; every target counts."""
-    logits = upcast(F.linear(y, weight, bias))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-WITHOUT = {  # a special kernel of nanonorm/kernels.py -> what stands in for it, by module
-    "EagerSwiGLU": {"model.product_matrix": lambda linear: None},
-    "EagerRMSNorm": {
-        "nanonorm.kernels.eager_training": lambda h: False, "model.eager_training": lambda h: False,
-    },
-    "padded heads": {"nanonorm.kernels.PAD_HEADS_TO": 0},
-    "the loss in chunks": {"model.head_loss": plain_loss},
-}  # fmt: skip
+WITHOUT = {  # what nanonorm/kernels.py has -> its functions
+    "EagerSwiGLU": ("swiglu",),
+    "EagerRMSNorm": ("rms_norm", "rms_blend", "rms_norm_and_inverse"),
+    "padded heads": ("attention",),
+    "the loss in chunks": ("cross_entropy",),
+}
 
 
 def kernel_steps(k: Parts, width: int) -> dict:
     """{name: a whole step of the baseline}, as it is and without each of the special kernels."""
     baseline = make_step(k, width)
 
-    def run(changes: dict):
-        with ExitStack() as changed:
-            for name, stand_in in changes.items():
-                changed.enter_context(patch(name, stand_in))
+    def run(*names):
+        with plain(*names):
             baseline()
 
-    without = {f"without {name}": partial(run, changes) for name, changes in WITHOUT.items()}
+    without = {f"without {what}": partial(run, *names) for what, names in WITHOUT.items()}
     return {"as it is": baseline, **without}
 
 

@@ -36,7 +36,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import hardware
-from model import TOLERANCE, ModelConfig, Transformer
+from forms import FOLD_TOLERANCE
+from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
@@ -351,7 +352,7 @@ def compare(k: Peers, width: int):
         same = torch.equal(tokens, decode(few, width, "float32", "")())
         greedy = "greedy tokens are the same" if same else "greedy tokens DIFFER"
         print(f"{name}: logits {error:.0e} of their scale away, loss {off:.0e} nats away, {greedy}")
-        if error > TOLERANCE[torch.float32] or off > 1e-4 or not same:
+        if error > FOLD_TOLERANCE[torch.float32] or off > 1e-4 or not same:
             raise BadInput(f"{name} and ours compute different functions, so their speeds cannot be compared")
 
 
