@@ -6,13 +6,14 @@ all from config files and flags; the files of this folder are one run each.
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from forms import config_of
 from model import ANCHOR, TAPER, ModelConfig, ModelKnobs, off
-from nanonorm.cli import set_knob
+from nanonorm.cli import parse, set_knob, split_row
 from nanonorm.errors import BadInput
-from nanonorm.files import phase_and_gates
+from nanonorm.files import folder_name, phase_and_gates
 from nanonorm.schedules import check_gates, settle_gates
 from nanonorm.typed import (
     AS_TUPLE,
@@ -48,7 +49,8 @@ class Config(ModelKnobs):
 
     vocab_size: Annotated[int, Range(2, 2**24)] | None = None  # token ids; None: the corpus's number
     # the run
-    out_dir: Annotated[str, AGAIN] = "out"  # folder the run writes
+    # folder the run writes; None: out/, config files, -key=value of the flags
+    out_dir: Annotated[str | None, AGAIN] = None
     # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
     init_from: Annotated[str, AGAIN] = "scratch"
     max_iters: Count = 10_000  # optimizer steps
@@ -157,6 +159,25 @@ class Config(ModelKnobs):
         if self.calibration == "mean_scale":
             reads = "reads qkv in parts, beside its adapter; use calibration=least_squares, or adapter=none"
             raise BadInput(f"calibration=mean_scale {reads}")
+
+    def own_folder(self, files: list[str]) -> str:
+        """out/ and the names of the config files, with -knob=value of all that flags set otherwise than these
+        do: a run that computes something else has another folder, the same command the same one.
+
+        Left out is what a resumed run may set anew, but for weights to start or to learn from.
+        """
+        names = [Path(path).stem + (f"_{row}" if row else "") for path, row in map(split_row, files)]
+        words = ["+".join(names) or "run"]
+        as_files, _, _ = parse(type(self), files, files=True)
+        unnamed = free_on_resume() - {"init_from", "teacher"}
+        if self.init_from in ("resume", "auto"):
+            unnamed |= {"init_from"}
+        for name in sorted({f.name for f in dataclasses.fields(self)} - unnamed):
+            value = getattr(self, name)
+            if value != getattr(as_files, name):
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words.append(f"{name}={text}")
+        return f"out/{folder_name('-'.join(words))}"
 
     def model_config(self, vocab_size: int | None = None) -> ModelConfig:
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""

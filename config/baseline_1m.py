@@ -1,6 +1,5 @@
 # RMSNorm throughout, to compare taper_1m.py with.
 from config.taper_1m import *
 
-out_dir = "out/baseline_1m"
 taper = "none"
 aux_weight = 0.0

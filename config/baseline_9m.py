@@ -1,6 +1,5 @@
 # RMSNorm throughout, to compare taper_9m.py with.
 from config.taper_9m import *
 
-out_dir = "out/baseline_9m"
 taper = "none"
 aux_weight = 0.0

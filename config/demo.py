@@ -2,7 +2,6 @@
 # source, with RMSNorm for 80 steps, with the gate going down over the next 560, and without any norm in the
 # blocks for the last 160.
 
-out_dir = "out/demo"
 dataset = "stdlib"  # train.py prepares it
 
 n_layer = 4

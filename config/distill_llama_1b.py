@@ -6,7 +6,6 @@
 #   python scripts/couple.py meta-llama/Llama-3.2-1B-Instruct --data=nemotron_llama --alpha=1.1 --keep=4 \
 #       --out=out/llama_1b_coupled
 
-out_dir = "out/distill_llama_1b"
 dataset = "nemotron_llama"
 init_from = "out/llama_1b_coupled"
 teacher = "meta-llama/Llama-3.2-1B-Instruct"

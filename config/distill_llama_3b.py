@@ -3,7 +3,6 @@
 #       --out=out/llama_3b_coupled
 from config.distill_llama_1b import *
 
-out_dir = "out/distill_llama_3b"
 dataset = "nemotron_llama"
 init_from = "out/llama_3b_coupled"
 teacher = "meta-llama/Llama-3.2-3B-Instruct"

@@ -4,7 +4,6 @@
 #       --out=out/qwen_0_6b_coupled
 from config.distill_llama_1b import *
 
-out_dir = "out/distill_qwen_0_6b"
 dataset = "nemotron_qwen"
 init_from = "out/qwen_0_6b_coupled"
 teacher = "Qwen/Qwen3-0.6B"

@@ -3,7 +3,6 @@
 #       --out=out/qwen_8b_coupled
 from config.distill_llama_1b import *
 
-out_dir = "out/distill_qwen_8b"
 dataset = "nemotron_qwen"
 init_from = "out/qwen_8b_coupled"
 teacher = "Qwen/Qwen3-8B"

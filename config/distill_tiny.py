@@ -4,7 +4,6 @@
 # scripts/coupled_posthoc.sh runs it for several choices of alpha and kept blocks. Before it:
 #   python scripts/couple.py out/llama_tiny --data=tinystories_2k --out=out/llama_tiny_coupled
 
-out_dir = "out/distill_tiny"
 dataset = "tinystories_2k"
 init_from = "out/llama_tiny_coupled"
 teacher = "out/llama_tiny"

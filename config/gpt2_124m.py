@@ -3,7 +3,6 @@
 #   python data/tinystories/prepare.py --tokenizer=gpt2 --out_dir=data/tinystories_gpt2
 # From OpenAI's weights instead: --init_from=gpt2. Without norms in the end: --taper=internal.
 
-out_dir = "out/gpt2_124m"
 dataset = "tinystories_gpt2"  # 50,257 token ids
 
 n_layer = 12

@@ -1,12 +1,4 @@
-# FakeLN on GPT-2 XL: the norms go one by one. Each sigma becomes its mean of late, gamma trains on.
-from config.gpt2_xl_vanilla import *
+# FakeLN on GPT-2 XL, a row of gpt2.py. Copy this file to change a row: what you assign below it counts.
+from config import gpt2
 
-out_dir = "out/gpt2_xl_fakeln"
-taper = "all"
-calibration = "mean_scale"
-gate_schedule = "sequential"
-gate_start = 50  # Code
-gate_gaps = (4, 4, 6)  # Code: MLP 50 to 238, queries and keys 242 to 430, values 434 to 716, final 722
-aux_weight = 0.01  # Code
-anchor_target = "batch"
-ema_rate = 1.0  # sigma is the mean over the micro-batches of the last step, as it almost is in Code
+globals().update(gpt2.ROWS["xl_fakeln"])

@@ -5,7 +5,6 @@
 #   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k
 # with --text=... --val_text=... where the hub cannot be reached.
 
-out_dir = "out/llama_tiny"
 dataset = "tinystories_2k"
 
 n_layer = 12

@@ -1,6 +1,5 @@
 # taper_30m.py at 1 M parameters.
 from config.taper_30m import *
 
-out_dir = "out/taper_1m"
 n_embd = 64
 max_iters = 500_000  # 4.1 G tokens

@@ -1,7 +1,6 @@
 # Internal-Taper with the scale anchor, 30 M parameters, on TinyStories: the paper's setting (arXiv
-# 2602.10408), but for the gate. Theirs ends with the run (taper_30m_paper.py).
+# 2602.10408), but for the gate. Theirs ends with the run: --gate_end_ratio=1, here as at the other sizes.
 
-out_dir = "out/taper_30m"
 dataset = "tinystories"  # 10k vocabulary
 
 n_layer = 8

@@ -5,7 +5,6 @@
 
 from config.taper_30m import *
 
-out_dir = "out/tinystories_small"
 dataset = "tinystories_2k"
 
 n_layer = 4

@@ -5,7 +5,7 @@
 starts from the defaults of a dataclass, runs the files in order, then applies the flags. A knob is one line
 of the dataclass: name, type with its range, default, and the comment that `--help` prints. Config files are
 plain assignments, run as the Python they are, each in a namespace of its own; names with a leading
-underscore are scratch.
+underscore are scratch. A file may hold a table of runs, in a dict ROWS: FILE.py:ROW is one of them.
 """
 
 import ast
@@ -22,6 +22,7 @@ import traceback
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
@@ -80,8 +81,31 @@ def shown(value) -> str:
         return f"such a {type(value).__name__}"
 
 
-def run_file(path: str) -> dict:
-    """Execute a config file in a namespace of its own; returns its public names.
+def run_file(word: str) -> dict:
+    """The knobs that a config file sets, or, for FILE.py:ROW, those in a row of its table. Raises: BadInput."""
+    path, row = split_row(word)
+    space = execute(path)
+    if row is None and "ROWS" not in space:
+        public = {k: v for k, v in space.items() if not k.startswith("_")}
+        return {k: v for k, v in public.items() if not isinstance(v, types.ModuleType)}
+    try:
+        rows = check(dict[str, dict[str, Any]], space.get("ROWS"))
+    except ValueError:
+        raise BadInput(f"{path} is no table of runs: that would be a dict of dicts named ROWS") from None
+    if row not in rows:
+        near = difflib.get_close_matches(row or "", rows, n=1) or [*rows][:1]
+        raise BadInput(f"{path} is a table of runs; name one of its rows, as in {path}:{''.join(near)}")
+    return rows[row]
+
+
+def split_row(word: str) -> tuple[str, str | None]:
+    """(path of a config file, the row that FILE.py:ROW names)"""
+    stem, colon, row = word.rpartition(".py:")
+    return (f"{stem}.py", row) if colon else (word, None)
+
+
+def execute(path: str) -> dict:
+    """Execute a config file in a namespace of its own, which is returned.
 
     It is code that runs as the user, so a file that others may write is refused. What it imports is the
     checkout's own code, as model.py is, and is trusted like it.
@@ -110,7 +134,7 @@ def run_file(path: str) -> dict:
         line = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         place = f"{path}:{line[-1] if line else '?'}"
         raise BadInput(f"{place}: {type(e).__name__}: {' '.join(str(e).split())}") from None
-    return {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+    return space
 
 
 def comments(cls) -> dict[str, str]:

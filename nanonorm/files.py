@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -88,6 +90,13 @@ def sync_folder(folder: Path):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def folder_name(text: str) -> str:
+    """`text` as the name of a folder. A hash marks a name in which _ stands for another character, or which
+    was cut, so that two texts stay two names."""
+    name = re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII).lstrip(".")[:120]
+    return name if name == text else f"{name}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
 
 
 HELD: dict[Path, int] = {}  # folder -> handle, while hold_folder holds it

@@ -185,13 +185,14 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     were named; files: the config files among them. Raises: BadInput, also for a folder that holds another
     run.
     """
+    if asked.out_dir is None:
+        asked.out_dir = asked.own_folder(files)
     out_dir, settings = Path(asked.out_dir), type(asked)
     newest, previous = out_dir / "ckpt.pt", out_dir / "ckpt.prev.pt"
     there = newest.exists() or previous.exists()
     if asked.init_from == "resume" and not there:
-        raise BadInput(
-            f"nothing to resume: {newest} does not exist; start the run without --init_from=resume"
-        )
+        remedy = "name its folder with --out_dir, or start the run without --init_from=resume"
+        raise BadInput(f"nothing to resume: {newest} does not exist; {remedy}")
     died_early = asked.init_from != "resume" and nothing_trained(out_dir, settings)
     if asked.init_from not in ("resume", "auto") or not there or died_early:
         if not died_early:

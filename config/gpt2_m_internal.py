@@ -1,9 +1,0 @@
-# Internal-TaperLN on GPT-2 Medium: the norms in the blocks go, all together; the one before the head stays.
-from config.gpt2_m_vanilla import *
-
-out_dir = "out/gpt2_m_internal"
-taper = "internal"
-gate_start = 20  # Paper
-gate_end = 200  # Paper
-calib_skip_first = True  # see gpt2.py
-aux_weight = 0.1  # Paper: lambda
