@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import importlib
 import itertools
+import json
 import math
 import os
 import re
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import types
 import warnings
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -18,14 +21,16 @@ import torch
 from conftest import ROOT, one_line
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from running import TINY, train
 
-from config import Config, free_on_resume
-from model import NORMS, TAPERED_SITES, ModelConfig, ModelKnobs
+from config import Config, free_on_resume, gpt2
+from model import NORMS, TAPERED_SITES, ModelConfig, ModelKnobs, Transformer
 from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import atomic_write
-from nanonorm.run import model_file
+from nanonorm.files import atomic_write, folder_name
+from nanonorm.ranks import Ranks
+from nanonorm.run import begin, model_file
 from nanonorm.typed import Anew, Needs, OneOf, Since, check, in_words
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
@@ -147,7 +152,7 @@ def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
         ("--warmup_iters=0", "warmup_iters", 0),
         ("--out_dir=a=b", "out_dir", "a=b"),
         ("--out_dir=007", "out_dir", "007"),
-        ("--out_dir=None", "out_dir", "None"),
+        ("--out_dir=None", "out_dir", None),
         ("--wandb_run_name=None", "wandb_run_name", None),
         ("--wandb_run_name=lr=3e-4", "wandb_run_name", "lr=3e-4"),
         ("--dataset=", "dataset", ""),
@@ -302,40 +307,40 @@ def test_a_refused_flag_prints_nothing_beside_its_line(text):
     assert [str(w.message) for w in shown] == []
 
 
+def values(hint):
+    """Hypothesis's strategy for the good values of a type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return st.one_of([values(h) for h in get_args(hint)])
+    if get_origin(hint) is Annotated:
+        base, limit = bare(hint)
+        if limit is None:
+            return values(base)
+        if isinstance(limit, OneOf):
+            return st.sampled_from(list(limit.table()))
+        if get_origin(base) is tuple:
+            return st.lists(values(get_args(base)[0]), min_size=1, max_size=3).map(tuple)
+        low, high = limit
+        low, high = low, None if high == math.inf else high
+        return (
+            st.integers(low, high)
+            if base is int
+            else st.floats(low, high, allow_nan=False, allow_infinity=False)
+        )
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    return {
+        bool: st.booleans(),
+        str: st.text(st.characters(exclude_characters="\0"), max_size=20).filter(lambda text: text != "None"),
+        types.NoneType: st.none(),
+    }[hint]
+
+
 @given(name=st.sampled_from(KNOBS), data=st.data())
 def test_a_value_survives_its_own_text(name, data):
     """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can
     read."""
 
-    def values(hint):
-        if get_origin(hint) in (Union, types.UnionType):
-            return st.one_of([values(h) for h in get_args(hint)])
-        if get_origin(hint) is Annotated:
-            base, limit = bare(hint)
-            if limit is None:
-                return values(base)
-            if isinstance(limit, OneOf):
-                return st.sampled_from(list(limit.table()))
-            if get_origin(base) is tuple:
-                return st.lists(values(get_args(base)[0]), min_size=1, max_size=3).map(tuple)
-            low, high = limit
-            low, high = low, None if high == math.inf else high
-            return (
-                st.integers(low, high)
-                if base is int
-                else st.floats(low, high, allow_nan=False, allow_infinity=False)
-            )
-        if get_origin(hint) is Literal:
-            return st.sampled_from(get_args(hint))
-        return {
-            bool: st.booleans(),
-            str: st.text(st.characters(exclude_characters="\0"), max_size=20),
-            types.NoneType: st.none(),
-        }[hint]
-
     value = data.draw(values(HINTS[name]))
-    if name == "wandb_run_name" and value == "None":
-        value = None
     parsed = getattr(set_by(f"--{name}={value}"), name)
     assert parsed == value and type(parsed) is type(value)
 
@@ -413,8 +418,11 @@ BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
     ("grad_clip = 10 ** 400\n", "{path}: grad_clip must be a number"),
     ("norm = 3\n", "{path}: norm must be one of"),
     ("norm = []\n", "{path}: norm must be one of"),
-    ("out_dir = 3\n", "{path}: out_dir must be text, not '3'"),
-    ("out_dir = None\n", "{path}: out_dir must be text"),
+    ("out_dir = 3\n", "{path}: out_dir must be text or None, not '3'"),
+    ("dataset = None\n", "{path}: dataset must be text"),
+    ("ROWS = {'a': {}, 'bc': {}}\n", "{path} is a table of runs; name one of its rows, as in {path}:a"),
+    ("ROWS = {'a': 3}\n", "{path} is no table of runs"),
+    ("ROWS = {3: {'seed': 3}}\n", "{path} is no table of runs"),
     ("tie_embeddings = 0\n", "{path}: tie_embeddings must be True or False"),
     ("raise ValueError('two\\nlines')\n", "{path}:1: ValueError"),
     ("  n_layer = 2\n", "{path}:1: unexpected indent"),
@@ -457,11 +465,185 @@ def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
     assert refused("config/zzz.py", files=True) == "no config file config/zzz.py"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!_]*.py")), ids=lambda p: p.name)
-def test_every_config_file_of_the_repository_means_something(path):
-    config = parse(Config, [str(path)], files=True)[0].resolve()
-    names = [f.name for f in dataclasses.fields(ModelKnobs)]
-    ModelConfig(**{n: getattr(config, n) for n in names if n != "vocab_size"})
+def test_a_row_of_a_table_is_a_run(tmp_path):
+    table = write(tmp_path, "t.py", "ROWS = {f'n{n}': {'n_layer': n} for n in (3, 4)}\nignored = 3\n")
+    config, explicit, words = parse(Config, [f"{table}:n4", "--seed=2"], files=True)
+    assert (config.n_layer, explicit, words) == (4, {"n_layer", "seed"}, [f"{table}:n4"])
+    for row in ("n5", ""):
+        assert f"name one of its rows, as in {table}:n3" in refused(f"{table}:{row}", files=True)
+    assert f"{table}:n3x: unknown key 'n_layers'" in refused(
+        write(tmp_path, "t.py", "ROWS = {'n3x': {'n_layers': 3}}\n") + ":n3x", files=True
+    )
+    run = write(tmp_path, "run.py", "seed = 3\n")
+    assert f"{run} is no table of runs" in refused(f"{run}:n3", files=True)
+    assert f"no config file {tmp_path}/no.py" in refused(f"{tmp_path}/no.py:n3", files=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the folder of a run
+
+
+def folder(*argv) -> str:
+    """The folder in which a run of this command begins."""
+    asked, explicit, files = parse(Config, [*argv], files=True)
+    with ExitStack() as held:
+        return begin(asked, explicit, files, Ranks(), held).settings.out_dir
+
+
+def named(*argv) -> str:
+    """The same, without a look at what the folder or the weights hold."""
+    asked, _, files = parse(Config, [*argv], files=True)
+    return asked.own_folder(files)
+
+
+def test_a_run_has_the_folder_of_its_files_and_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    write(tmp_path, "mine/a.py", "n_layer = 3\ngate_gaps = None\n")
+    for copy in ("mine/b.py", "v1.2.py"):
+        Path(copy).write_text(Path("mine/a.py").read_text())
+    write(tmp_path, "t.py", "ROWS = {'s': {'n_layer': 4}}\n")
+    for argv, wanted in {
+        "": "run", "--seed=3": "run-seed=3", "mine/a.py": "a", "mine/b.py": "b", "v1.2.py": "v1.2",
+        "mine/a.py v1.2.py t.py:s": "a+v1.2+t_s", "v1.2.py mine/a.py": "v1.2+a", "t.py:s": "t_s",
+        "mine/a.py --seed=3 --batch_size=2": "a-batch_size=2-seed=3",
+        "mine/a.py --batch_size=2 --seed=4 --seed=3": "a-batch_size=2-seed=3",
+        "mine/a.py --n_layer=3 --grad_clip=1": "a",  # as the file, and as the default, have it
+        "mine/a.py --n_layer=6": "a-n_layer=6",
+        "mine/a.py --log_interval=3 --device=cpu --wandb_run_name=x --init_from=auto": "a",
+        "mine/a.py --dyt_alpha=0.5,0.2,0.2": "a-dyt_alpha=0.5,0.2,0.2",
+    }.items():  # fmt: skip
+        assert folder(*argv.split()) == f"out/{wanted}", argv
+    assert folder("mine/a.py", "--out_dir=x", "--seed=3") == "x"
+    write(tmp_path, "placed.py", "out_dir = 'y'\n")
+    assert folder("placed.py", "--seed=3") == "y"
+
+
+@given(name=st.sampled_from(KNOBS), data=st.data())
+def test_what_changes_a_run_changes_its_folder_and_nothing_else_does(name, data):
+    first, other = data.draw(st.tuples(values(HINTS[name]), values(HINTS[name])))
+    changes = name in {"init_from", "teacher"} or name not in free_on_resume()
+    assert (named(f"--{name}={first}") != named(f"--{name}={other}")) == (changes and first != other)
+
+
+@given(flags=st.permutations(["--seed=3", "--norm=layernorm", "--beta1=0.5", "--dataset=x"]))
+def test_the_order_of_flags_names_no_other_folder(flags):
+    assert named(*flags) == "out/run-beta1=0.5-dataset=x-norm=layernorm-seed=3"
+
+
+@given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=300))
+@example("../../etc")
+@example("..")
+@example("a" * 121)
+def test_any_path_in_a_flag_leaves_one_folder_that_a_file_system_takes(text):
+    name = named(f"--teacher={text}").removeprefix("out/")
+    assert re.fullmatch(r"run(-teacher=[\w.,=+-]*)?", name, re.ASCII) and len(name) < 140
+    for bare in (folder_name(text), folder_name("a" * 200 + text)):
+        assert re.fullmatch(r"([\w,=+-][\w.,=+-]*)?", bare, re.ASCII) and len(bare) < 140
+    assert folder_name("a" * 200 + text) != folder_name("a" * 200 + text + "b")
+
+
+def test_a_command_finds_its_own_run_again(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = {k: v for k, v in {**TINY, "dataset": str(corpus), "max_iters": 4, "ckpt_interval": 2}.items()}
+    run |= {"warmup_iters": 1, "gate_start": 1, "gate_end": 3, "eval_interval": 4}
+    config = write(tmp_path, "a.py", "".join(f"{k} = {v!r}\n" for k, v in run.items()))
+    other = ["--seed=3", "--norm=layernorm", "--log_interval=1"]
+    for more in ([], other):
+        train(config, *more)
+    assert {path.name for path in Path("out").iterdir()} == {"a", "a-norm=layernorm-seed=3"}
+    for out, more in {"a": [], "a-norm=layernorm-seed=3": other[::-1]}.items():
+        record = Path("out", out, "config.json")
+        settings = json.loads(record.read_text())
+        assert settings["out_dir"] == f"out/{out}" and settings["seed"] == (3 if more else 1337)
+        assert torch.load(Path("out", out, "ckpt.pt"), weights_only=True)["run"]["out_dir"] == f"out/{out}"
+        for way in ("resume", "auto"):  # each writes its exports again
+            Path("out", out, "folded.pt").unlink()
+            train(config, *more, f"--init_from={way}")
+            assert Path("out", out, "folded.pt").exists()
+    Path("copy.py").write_text(Path(config).read_text())
+    train("copy.py", "--init_from=resume", expect=2)
+    assert "out/copy/ckpt.pt does not exist; name its folder with --out_dir" in capsys.readouterr().err
+    assert {path.name for path in Path("out").iterdir()} == {"a", "a-norm=layernorm-seed=3"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the files of this repository
+
+TABLES = {"gpt2": [f"config/gpt2.py:{name}" for name in gpt2.ROWS]}
+FILES = sorted(path.stem for path in (ROOT / "config").glob("[!_]*.py"))
+RUNS = [word for name in FILES for word in TABLES.get(name, [f"config/{name}.py"])]
+LIST = (ROOT / "config/README.md").read_text()
+ROW = r"^\| `([\w.:]+)` \|(?:[^|\n]*\|)?? ([\d,.]+) M \| ([\d,.]+) ([MG]) \| (.+) \|$"
+_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm"}
+_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192}
+_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True}
+OF_THE_HUB = {  # layers, width, heads and the rest of what is fine-tuned or distilled
+    "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
+    "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
+    "out/llama_1b_coupled": (16, 2048, 32, _llama), "out/llama_3b_coupled": (28, 3072, 24, _llama),
+    "out/qwen_0_6b_coupled": (28, 1024, 16, _qwen | {"hidden": 3072}),
+    "out/qwen_1_7b_coupled": (28, 2048, 16, _qwen | {"hidden": 6144}),
+    "out/qwen_8b_coupled": (36, 4096, 32, _qwen | {"hidden": 12_288, "tie_embeddings": False}),
+}  # fmt: skip
+OF_A_RUN = {"out/gpt2_tiny": "config/gpt2_tiny.py", "out/llama_tiny_coupled": "config/llama_tiny.py"}
+VOCABULARY = {"stdlib": 2048, "tinystories_2k": 2048, "stories_books": 2048, "tinystories_gpt2": 50_257}
+
+
+def network(word: str) -> ModelConfig:
+    """The network that a run trains, with its norms."""
+    run = parse(Config, [str(ROOT / word)], files=True)[0]
+    if run.init_from in OF_A_RUN:
+        return network(OF_A_RUN[run.init_from])
+    if run.init_from in OF_THE_HUB:
+        n_layer, n_embd, n_head, rest = OF_THE_HUB[run.init_from]
+        shape = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "block_size": 1024}
+        return ModelConfig(**shape, **rest)
+    run.taper = "none"
+    return run.model_config(VOCABULARY.get(run.dataset))
+
+
+@pytest.mark.parametrize("word", RUNS)
+def test_every_run_of_the_repository_means_something(word):
+    config = parse(Config, [str(ROOT / word)], files=True)[0]
+    name = word.removeprefix("config/").removesuffix(".py").replace(".py:", "_")
+    assert config.out_dir is None and config.own_folder([str(ROOT / word)]) == f"out/{name}"
+    config.resolve().model_config()
+
+
+def test_the_list_of_runs_is_whole_and_counts_right():
+    rows = {name: rest for name, *rest in re.findall(ROW, LIST, re.M)}
+    table = {f"gpt2.py:{name.split('_')[0]}" for name in gpt2.ROWS}
+    assert set(rows) == {f"{name}.py" for name in FILES if name != "gpt2"} | table
+    for name, (parameters, tokens, unit, _) in rows.items():
+        for word in [f"config/{name}{p}" for p in (("_vanilla", "_all") if ":" in name else ("",))]:
+            run = parse(Config, [str(ROOT / word)], files=True)[0]
+            with torch.device("meta"):
+                counted = sum(p.numel() for p in Transformer(network(word)).parameters())
+            tokens_of_it = run.max_iters * run.batch_size * run.gradient_accumulation_steps * run.block_size
+            digits = len(parameters.partition(".")[2])
+            assert f"{counted / 1e6:,.{digits}f}" == parameters, name
+            digits = len(tokens.partition(".")[2])
+            assert f"{tokens_of_it / {'M': 1e6, 'G': 1e9}[unit]:,.{digits}f}" == tokens, name
+
+
+def test_a_loss_in_the_list_stands_where_it_says():
+    for _, _, _, _, where in re.findall(ROW, LIST, re.M):
+        (link,) = re.findall(r"\]\((.+?)\)", where) or [None]
+        assert (link is None) == where.startswith("never run at this size"), where
+        source = (ROOT / "config" / link).read_text() if link else ""
+        numbers = re.findall(r"\d\.\d{4}", where)
+        assert all(number in source for number in numbers) and bool(numbers) == bool(link), where
+
+
+def test_a_command_of_the_list_is_one_that_works():
+    """And it has the folder that it is said to have."""
+    for command, out in re.findall(r"^\| `python train.py ([^`]+)` \| `(.+)` \|$", LIST, re.M):
+        assert named(*command.replace("config/", f"{ROOT}/config/").split()) == out
+    commands = re.findall(r"`python train.py ([^`]+)`", LIST)
+    assert len(commands) > 10
+    for command in commands:
+        parse(Config, command.replace("config/", f"{ROOT}/config/").split(), files=True)[0].resolve()
 
 
 # ---------------------------------------------------------------------------------------------------------
