@@ -2,7 +2,7 @@
 
     python train.py config/demo.py                               # a run on one device
     python train.py config/taper_30m.py --max_iters=20000        # files in order, then flags; --help has all
-    python train.py --init_from=resume --out_dir=out/taper_30m   # go on with a run; auto: if there is one
+    python train.py config/demo.py --init_from=resume            # go on with a run; auto: if there is one
     python train.py --init_from=gpt2 --taper=all --dataset=PATH  # from weights: a hub id, a folder, a file
     torchrun --nproc_per_node=4 train.py config/taper_30m.py --batch_size=4 --gradient_accumulation_steps=4
                                                                  # several processes, still 16 windows a step

@@ -161,10 +161,11 @@ class Config(ModelKnobs):
             raise BadInput(f"calibration=mean_scale {reads}")
 
     def own_folder(self, files: list[str]) -> str:
-        """out/ and the names of the config files, with -knob=value of all that flags set otherwise than these
-        do: a run that computes something else has another folder, the same command the same one.
+        """The folder of a run that names none: out/, the names of the config files, -knob=value of each knob
+        that flags set otherwise than these do. Ask before `resolve`, which sets more of them.
 
-        Left out is what a resumed run may set anew, but for weights to start or to learn from.
+        Left out is what a resumed run may set anew, but for weights to start or to learn from. So what
+        computes something else goes elsewhere, and a command with --init_from=resume finds its own run.
         """
         names = [Path(path).stem + (f"_{row}" if row else "") for path, row in map(split_row, files)]
         words = ["+".join(names) or "run"]

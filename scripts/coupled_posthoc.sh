@@ -41,7 +41,8 @@ if [ ! -e "$corpus/meta.json" ]; then
         --val_text="$dir/valid.txt" --vocab_size=$vocab --out_dir="$corpus")
 fi
 # shellcheck disable=SC2086  # the flags are words
-python "$here/train.py" "$here/config/llama_tiny.py" --init_from=auto --dataset="$data" $base ${PRETRAIN:-}
+python "$here/train.py" "$here/config/llama_tiny.py" --init_from=auto --out_dir=out/llama_tiny --dataset="$data" \
+    $base ${PRETRAIN:-}
 
 start() { # alpha, kept blocks: a network to distil, and the config file that begins with it
     name=$1_$2

@@ -53,10 +53,11 @@ for text in "stories=$STORIES/valid.txt" "books=$BOOKS/valid.txt" "wikitext=$WIK
 done
 
 # shellcheck disable=SC2086  # the flags are words
-python "$here/train.py" "$here/config/gpt2_tiny.py" --init_from=auto --dataset="$corpus" ${FLAGS:-} $base
+python "$here/train.py" "$here/config/gpt2_tiny.py" --init_from=auto --out_dir=out/gpt2_tiny --dataset="$corpus" \
+    ${FLAGS:-} $base
 fine_tune() { # protocol, folder, flags: all seeds
     # shellcheck disable=SC2086
-    python "$here/scripts/sweep.py" "$here/config/gpt2_tiny_$1.py" --out="out/gpt2_small/$2" --seed=$seeds \
+    python "$here/scripts/sweep.py" "$here/config/gpt2.py:tiny_$1" --out="out/gpt2_small/$2" --seed=$seeds \
         --dataset="$corpus" --threads="${THREADS:-1}" $more "${@:3}"
 }
 export -f fine_tune

@@ -109,7 +109,8 @@ PYTHON
     for seed in $seeds; do
         for norm in baseline coupled; do
             run=$runs/gpt2_124m_${norm}_$seed
-            train "$run" "config/gpt2_124m_$norm.py" --seed=$seed ${TRY:+--vocab_size=2048 $tiny $short}
+            train "$run" config/gpt2_124m_baseline.py --norm="${norm/baseline/rmsnorm}" --seed=$seed \
+                ${TRY:+--vocab_size=2048 $tiny $short}
             echo "$norm, seed $seed: $(tail -n 1 "$run/metrics.jsonl")" >>"$out/pretraining.txt"
             if [ -z "${TRY:-}" ]; then
                 evaluate "$run" "$out/pretraining.txt"

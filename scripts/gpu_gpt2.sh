@@ -95,7 +95,7 @@ if [ -n "${SHAPE:-}" ]; then
         internal | all) gate="$gate --gate_end=8" ;;
         esac
         # shellcheck disable=SC2086  # the flags are words
-        shape $protocol config/gpt2_124m.py config/gpt2_s_$protocol.py --init_from=scratch --dataset=stdlib \
+        shape $protocol config/gpt2_124m.py config/gpt2.py:s_$protocol --init_from=scratch --dataset=stdlib \
             --vocab_size=$vocab $more --max_iters=12 --warmup_iters=2 --lr_decay_iters=12 $gate \
             --ckpt_interval=1000000 --eval_interval=1000000
     done
@@ -137,7 +137,7 @@ for size in $sizes; do
         if [ -e "$run/folded.pt" ] || [ -e "$run/model.pt" ]; then continue; fi
         if [ -e "$run/ckpt.pt" ] || [ -e "$run/ckpt.prev.pt" ]; then from=resume; fi
         # shellcheck disable=SC2086
-        python train.py "config/gpt2_${size}_$protocol.py" --init_from="$from" --out_dir="$run" $more
+        python train.py "config/gpt2.py:${size}_$protocol" --init_from="$from" --out_dir="$run" $more
     done
     # shellcheck disable=SC2086
     python scripts/evaluate.py "${hub[$size]}" $done --vanilla="$runs/gpt2_${size}_vanilla" --data="$data" \

@@ -30,7 +30,7 @@ xl  fakeln    2.5052  130.2197  2.3992
 xl  internal  2.5144  2.5303    2.3844
 xl  all       2.5305  2.6504    2.4000
 """
-NAMES = {  # of the hub's models (the last part of the id), and of our runs: config/gpt2_<size>_<method>.py
+NAMES = {  # of the hub's models (the last part of the id), and of our runs: config/gpt2.py:<size>_<method>
     "s": ("gpt2", "gpt2-small_vanilla300", "gpt2-small_LNFree300"),
     "m": ("gpt2-medium", "gpt2-medium_vanilla500", "gpt2-medium_LNFree500"),
     "l": ("gpt2-large", "gpt2-large_vanilla600", "gpt2-large_LNFree600"),

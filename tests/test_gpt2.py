@@ -13,7 +13,7 @@ from conftest import ROOT, norm_names, scale_of_difference
 from protocols import PROTOCOLS, STEPS, fine_tuned, random_gpt2
 from running import metrics, train
 
-from config import Config
+from config import Config, gpt2
 from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.schedules import drop_steps, lr_at
@@ -104,11 +104,11 @@ def test_it_leaves_through_every_export(protocol, to, runs, tmp_path, capfd):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# the config files
+# the table of runs
 
 
-def settings(name: str, *flags: str) -> Config:
-    return parse(Config, [str(ROOT / f"config/{name}.py"), *flags], files=True)[0].resolve()
+def settings(row: str, *flags: str) -> Config:
+    return parse(Config, [str(ROOT / f"config/gpt2.py:{row}"), *flags], files=True)[0].resolve()
 
 
 # Two tables of public sources. FakeLN: submarat/removing-layer-norm at 583a9e6, config.py. TaperNorm: arXiv
@@ -134,8 +134,8 @@ def test_what_the_protocols_of_a_size_share(size):
     _, peak, least, warmup, horizon, steps, windows, *_ = FAKELN[size]
     hub = {"s": "gpt2", "m": "gpt2-medium", "l": "gpt2-large", "xl": "gpt2-xl"}[size]
     for protocol in PROTOCOLS:
-        c = settings(f"gpt2_{size}_{protocol}")
-        assert (c.init_from, c.dataset, c.out_dir) == (hub, "openwebtext", f"out/gpt2_{size}_{protocol}")
+        c = settings(f"{size}_{protocol}")
+        assert (c.init_from, c.dataset) == (hub, "openwebtext")
         assert c.batch_size * c.gradient_accumulation_steps == windows and c.block_size == 1024
         assert (c.learning_rate, c.min_lr, c.lr_decay_iters, c.max_iters) == (peak, least, horizon, steps)
         assert c.warmup_iters == (TAPERNORM[size][1] if protocol in ("internal", "all") else warmup)
@@ -144,21 +144,21 @@ def test_what_the_protocols_of_a_size_share(size):
         assert (c.dropout, c.mask_end, c.dtype, c.ema_rate) == (0.1, True, "bfloat16", rate)
         assert c.grad_checkpoint == (size in ("l", "xl"))
         assert c.model_config(50257).norm == "layernorm"
-    assert settings(f"gpt2_{size}_vanilla").taper == "none"
+    assert settings(f"{size}_vanilla").taper == "none"
 
 
 def test_the_learning_rate_of_a_published_checkpoint():
     """L's and XL's are from the middle of their cosine."""
     ends = {"s": 3.00e-4, "m": 3.00e-4, "l": 1.73e-4, "xl": 4.07e-5}
     for size, rate in ends.items():
-        c = settings(f"gpt2_{size}_vanilla")
+        c = settings(f"{size}_vanilla")
         assert lr_at(c.max_iters, c) == pytest.approx(rate, rel=5e-3)
 
 
 @every_size
 def test_fakeln_removes_in_the_order_of_its_code(size):
     layers, *_, firsts, gaps, weight = FAKELN[size]
-    c = settings(f"gpt2_{size}_fakeln", f"--n_layer={layers}")
+    c = settings(f"{size}_fakeln", f"--n_layer={layers}")
     kinds = ("norm_mlp", "norm_attn", "norm_attn.v")
     sites = {kind: [f"blocks.{i}.{kind}" for i in range(layers)] for kind in kinds}
     for kind, first, last, gap in zip(kinds, firsts[:3], LAST[size], gaps, strict=True):
@@ -172,7 +172,7 @@ def test_fakeln_removes_in_the_order_of_its_code(size):
 def test_the_tapers_have_the_papers_windows(size):
     steps, warmup, start, end, weight = TAPERNORM[size]
     for protocol in ("internal", "all"):
-        c = settings(f"gpt2_{size}_{protocol}")
+        c = settings(f"{size}_{protocol}")
         assert (c.max_iters, c.warmup_iters, c.gate_start, c.gate_end) == (steps, warmup, start, end)
         assert (c.taper, c.gate_schedule, c.calibration) == (protocol, "cosine", "least_squares")
         assert (c.aux_weight, c.anchor_target, c.calib_skip_first) == (weight, "fixed", True)
@@ -181,7 +181,7 @@ def test_the_tapers_have_the_papers_windows(size):
 def test_the_small_runs_keep_the_schedule_of_gpt2_small():
     """Stretched 10/3 times: 1,000 steps for 300; 4 blocks take as long as 12."""
     for protocol in PROTOCOLS:
-        small, tiny = settings(f"gpt2_s_{protocol}"), settings(f"gpt2_tiny_{protocol}", "--n_layer=4")
+        small, tiny = settings(f"s_{protocol}"), settings(f"tiny_{protocol}", "--n_layer=4")
         names = ["max_iters", "warmup_iters", "lr_decay_iters"]
         if protocol != "vanilla":
             names.append("gate_start")
@@ -191,14 +191,20 @@ def test_the_small_runs_keep_the_schedule_of_gpt2_small():
         for name in names:
             assert getattr(tiny, name) == pytest.approx(getattr(small, name) * 10 / 3, abs=1), name
         assert (tiny.learning_rate, tiny.min_lr, tiny.dropout) == (6e-4, 3e-4, 0.1)
-        base = settings("gpt2_tiny")
-        assert tiny.batch_size * tiny.block_size == 2048 and tiny.init_from == base.out_dir
+        file = str(ROOT / "config/gpt2_tiny.py")
+        base = parse(Config, [file], files=True)[0]
+        assert tiny.batch_size * tiny.block_size == 2048 and tiny.init_from == base.own_folder([file])
         assert base.batch_size * base.block_size == 4096 and base.max_iters == 8000
-    small, tiny = settings("gpt2_s_fakeln", "--n_layer=12"), settings("gpt2_tiny_fakeln", "--n_layer=4")
+    small, tiny = settings("s_fakeln", "--n_layer=12"), settings("tiny_fakeln", "--n_layer=4")
     for site in ("norm_mlp", "norm_attn", "norm_attn.v"):
         first = f"blocks.0.{site}"
         assert drop_steps(tiny, [first])[0] == pytest.approx(drop_steps(small, [first])[0] * 10 / 3, abs=1)
     assert drop_steps(tiny, ["norm_final"]) == [347]
+
+
+def test_a_file_takes_its_row():
+    xl = parse(Config, [str(ROOT / "config/gpt2_xl_fakeln.py")], files=True)
+    assert (xl[0].resolve(), xl[1]) == (settings("xl_fakeln"), set(gpt2.ROWS["xl_fakeln"]))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -215,7 +221,7 @@ def without_hub(tmp_path, *argv) -> str:
 
 
 def test_without_the_hub_a_line_says_what_is_missing(tmp_path):
-    said = without_hub(tmp_path, "config/gpt2_s_internal.py")
+    said = without_hub(tmp_path, "config/gpt2.py:s_internal")
     assert "gpt2" in said and "hf download gpt2 --local-dir=DIR" in said and "give DIR" in said
 
 
@@ -223,7 +229,7 @@ def test_without_the_hub_a_line_says_what_is_missing(tmp_path):
 def test_without_the_corpus_a_line_says_how_to_prepare_it(tmp_path):
     weights = random_gpt2(tmp_path / "weights.pt", 400)
     flags = [f"--init_from={weights}", "--block_size=32", "--dtype=float32"]
-    said = without_hub(tmp_path, "config/gpt2_s_internal.py", *flags)
+    said = without_hub(tmp_path, "config/gpt2.py:s_internal", *flags)
     assert "data/openwebtext" in said and "prepare.py" in said and "--text" in said
 
 

