@@ -1,7 +1,7 @@
 """Every knob of a training run: its type, default and comment, and whether a resumed run may change it.
 
 The architecture's knobs are declared in model.ModelConfig and taken from there. nanonorm/cli.py sets them
-all from config files and flags; the files of this folder are one run each.
+all from config files and flags; the files of this folder are one run each, and README.md lists them.
 """
 
 import dataclasses
