@@ -167,8 +167,8 @@ class Config(ModelKnobs):
         Left out is what a resumed run may set anew, but for weights to start or to learn from. So what
         computes something else goes elsewhere, and a command with --init_from=resume finds its own run.
         """
-        names = [Path(path).stem + (f"_{row}" if row else "") for path, row in map(split_row, files)]
-        words = ["+".join(names) or "run"]
+        parts = [(Path(path).stem, row) for path, row in map(split_row, files)]
+        words = ["+".join(name if row is None else f"{name}_{row}" for name, row in parts) or "run"]
         as_files, _, _ = parse(type(self), files, files=True)
         unnamed = free_on_resume() - {"init_from", "teacher"}
         if self.init_from in ("resume", "auto"):

@@ -95,7 +95,7 @@ def sync_folder(folder: Path):
 def folder_name(text: str) -> str:
     """`text` as the name of a folder. A hash marks a name in which _ stands for another character, or which
     was cut, so that two texts stay two names."""
-    name = re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII).lstrip(".")[:120]
+    name = re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII).lstrip(".")[:200]
     return name if name == text else f"{name}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
 
 
