@@ -82,7 +82,7 @@ def shown(value) -> str:
 
 
 def run_file(word: str) -> dict:
-    """The knobs that a config file sets, or, for FILE.py:ROW, those in a row of its table. Raises: BadInput."""
+    """The knobs that a config file sets or, for FILE.py:ROW, a row of its table. Raises: BadInput."""
     path, row = split_row(word)
     space = execute(path)
     if row is None and "ROWS" not in space:
