@@ -9,12 +9,13 @@ import torch
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
 from forms import config_of, from_file, skeleton
-from model import ROTARY_ANGLES, ModelConfig, Transformer, off
+from model import ROTARY_ANGLES, ModelConfig, Transformer
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
+from nanonorm.knobs import off
 from nanonorm.machine import versions
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
@@ -119,7 +120,7 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
 
 def untapered(file: dict, path, block_size: int) -> Transformer:
     """The network of a file with its plain norms, and a context of `block_size` at most its own."""
-    plain = {"form": "trained", **off("taper", "aux_weight")}
+    plain = {"form": "trained", **off(ModelConfig, "taper", "aux_weight")}
     return begun_from(file, replace(config_of(file, path), **plain, block_size=block_size), path)
 
 

@@ -29,11 +29,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from forms import FOLD_TOLERANCE, FORMS, from_file, load_model
-from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend, off
+from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.generation import KVCache
+from nanonorm.knobs import Needs, facts, is_read, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_bars, draw_speedups, pyplot
@@ -42,7 +43,7 @@ from nanonorm.timing import OnnxStep, count_work, in_runtime, time_rounds
 from nanonorm.typed import Count, Whole
 
 # name -> (norm, taper, form)
-# norm "plain": the RMSNorm or LayerNorm that the run's own norm competes with; taper "own": the run's
+# norm "plain": the run's, or the RMSNorm or LayerNorm that it competes with; taper "own": the run's
 VARIANTS = {
     "baseline": ("plain", "none", "trained"),
     "weightless": ("plain", "none", "weightless"),
@@ -51,8 +52,8 @@ VARIANTS = {
     "all_unfused": ("plain", "all", "unfused"),
     "all_folded": ("plain", "all", "folded"),
     **{norm: (norm, "none", "trained") for norm in NORMS},
-    **{f"{norm}_weightless": (norm, "none", "weightless") for norm in ("rmsnorm", "layernorm", "cbwc")},
-    **{f"{norm}_folded": (norm, "none", "folded") for norm in ("coupled", "cbwc")},
+    **{f"{n}_weightless": (n, "none", "weightless") for n, v in NORMS.items() if v.tapers or v.centred},
+    **{f"{n}_folded": (n, "none", "folded") for n, v in NORMS.items() if v.changes},
 }
 FLOOR = "floor"
 RUNTIMES = ("eager", "compiled", "graph", "onnx")  # onnx: prefill on the CPU, under onnxruntime
@@ -110,12 +111,20 @@ def random_model(config: ModelConfig, device) -> Transformer:
 
 def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     """The same shape with another norm and taper, without the options that mean nothing there."""
-    shift = shape.norm_bias or norm not in ("layernorm", "cbwc")
-    first = shape.coupled_from_layer if norm == "coupled" else 0
-    own = {"taper": taper, "taper_qk": shape.taper_qk and taper in ("internal", "all")}
-    own["dyt_alpha"] = shape.dyt_alpha if norm in ("dyt", "derf") else None
-    return replace(shape, form="trained", norm=norm, norm_bias=shift, coupled_from_layer=first,
-                   coupled_grad=False, dropout=0.0, **off("aux_weight") | off("taper") | own)  # fmt: skip
+    qk = shape.taper_qk and taper in ("internal", "all")
+    changes = {
+        "form": "trained",
+        "dropout": 0.0,
+        "norm": norm,
+        "taper": taper,
+        "taper_qk": qk,
+        "coupled_grad": False,
+    }
+    wanted = copy.copy(shape)
+    for name, value in (off(ModelConfig, "aux_weight", "taper") | changes).items():
+        setattr(wanted, name, value)
+    unread = {name for name in facts(ModelConfig, Needs) if not is_read(name, wanted)}
+    return replace(wanted, **{f.name: f.default for f in fields(ModelConfig) if f.name in unread})
 
 
 def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dict[str, Transformer]:
@@ -123,7 +132,9 @@ def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dic
 
     Variants that differ in form alone share weights; forms are made before the cast. Raises: BadInput.
     """
-    plain = "layernorm" if shape.norm in ("layernorm", "cbwc") else "rmsnorm"
+    plain = shape.norm
+    if not NORMS[plain].tapers:
+        plain = "layernorm" if NORMS[plain].shift else "rmsnorm"
     own_taper = "internal" if shape.taper == "none" else shape.taper
     for model in run.values():  # a fold is done in the wider of the file's type and `dtype`
         model.to(torch.promote_types(model.tok_emb.weight.dtype, dtype))
@@ -354,7 +365,7 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
         raise BadInput(f"device={k.device}: bench.py times cpu and cuda only; use --device=cpu")
     gpu, longest = device.type == "cuda", min(512, shape.block_size)
     rivals = ["unfused", "folded"]
-    if shape.norm not in ("rmsnorm", "layernorm"):
+    if not NORMS[shape.norm].tapers:
         rivals = [name for name in VARIANTS if name.startswith(shape.norm)]
     runtimes = ("eager", "compiled", "graph") if gpu else ("eager",)
     k.variants = tuple(dict.fromkeys(k.variants or ("baseline", "weightless", *rivals)))

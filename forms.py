@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from model import (
+    NORMS,
     Attention,
     CentredEmbedding,
     CentredLinear,
@@ -197,7 +198,7 @@ def unfuse(model: Transformer) -> Transformer:
 
 def export_files(config: ModelConfig) -> dict[str, str]:
     """{file name: form} that a finished run writes: two where folding changes the network, else one."""
-    changes = config.taper != "none" or config.norm in ("coupled", "cbwc")
+    changes = config.taper != "none" or NORMS[config.norm].changes
     return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "unfused"}
 
 

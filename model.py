@@ -19,7 +19,7 @@ Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = head_
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,27 +32,14 @@ from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
 from nanonorm.generation import KVCache, generate
 from nanonorm.kernels import fast, is_watched, upcast
+from nanonorm.knobs import FREE, V2, Needs, OneOf, check_needs, check_types
+from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
-from nanonorm.typed import (
-    FREE,
-    SINCE_2,
-    Count,
-    Needs,
-    NonNegative,
-    Numbers,
-    OneOf,
-    Positive,
-    Range,
-    Whole,
-    check,
-    facts,
-    hints,
-    in_words,
-)
+from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 
-# What a knob may need to mean anything; off(knob) has the values that it and those that need it have without
-TAPER = Needs("taper", lambda c: c.taper != "none", "a taper: with taper=none nothing is calibrated")
+# What a knob may need to mean anything
+TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
 ANCHOR = Needs("aux_weight", lambda c: c.aux_weight > 0, "aux_weight above 0, such as 0.1")
 AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
 COUPLED = Needs("norm", lambda c: c.norm == "coupled", "norm=coupled")
@@ -72,37 +59,37 @@ class ModelKnobs:
     n_head: Count = 16  # query heads
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
-    head_dim: Annotated[Count | None, SINCE_2] = None  # width of a head; None: n_embd/n_head
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], SINCE_2] = "swiglu"  # gelu: tanh form; _erf: exact
+    head_dim: Annotated[Count | None, V2] = None  # width of a head; None: n_embd/n_head
+    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], V2] = "swiglu"  # gelu: tanh form; _erf: exact
     # width of the MLP; None: 8/3 n_embd, up to a multiple of 8; gelu: 4 n_embd
-    hidden: Annotated[Count | None, SINCE_2] = None
+    hidden: Annotated[Count | None, V2] = None
     tie_embeddings: bool = True  # the output head shares the embedding table
-    positions: Annotated[Literal["rope", "learned"], SINCE_2] = "rope"  # rotary angles, or an added table
+    positions: Annotated[Literal["rope", "learned"], V2] = "rope"  # rotary angles, or an added table
     rope_base: Positive = 10000.0  # base of the rotary angles
     # Llama 3's: factor, low, high frequency factor, original length
-    rope_scaling: Annotated[Numbers | None, SINCE_2] = None
-    bias: Annotated[bool, SINCE_2] = False  # every linear layer of the blocks has a bias
-    qkv_bias: Annotated[bool, SINCE_2] = False  # the query, key and value projection alone has one
-    qk_norm: Annotated[bool, SINCE_2] = False  # RMSNorm of every query and key head, before the rotation
+    rope_scaling: Annotated[Numbers | None, V2] = None
+    bias: Annotated[bool, V2] = False  # every linear layer of the blocks has a bias
+    qkv_bias: Annotated[bool, V2] = False  # the query, key and value projection alone has one
+    qk_norm: Annotated[bool, V2] = False  # RMSNorm of every query and key head, before the rotation
     # of embeddings, attention, and what a block adds
-    dropout: Annotated[float, Range(0.0, 0.999), FREE, SINCE_2] = 0.0
+    dropout: Annotated[float, Range(0.0, 0.999), FREE, V2] = 0.0
     # the embeddings' learned factor starts here
-    emb_scale: Annotated[Annotated[float, Range(1e-6, 1e6)] | None, SINCE_2] = None
+    emb_scale: Annotated[Annotated[float, Range(1e-6, 1e6)] | None, V2] = None
     # first weights
-    init: Annotated[Literal["gpt2", "fan_in"], SINCE_2] = "gpt2"  # sd of blocks' matrices: 0.02, 1/sqrt(in)
+    init: Annotated[Literal["gpt2", "fan_in"], V2] = "gpt2"  # sd of blocks' matrices: 0.02, 1/sqrt(in)
     # alpha before attentions, MLPs, the head; None: 0.5 each
-    dyt_alpha: Annotated[Numbers | None, SQUASH, SINCE_2] = None
+    dyt_alpha: Annotated[Numbers | None, SQUASH, V2] = None
     # norms
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
-    taper_qk: Annotated[bool, TAPER, FREE, SINCE_2] = False  # queries' and keys' norms taper too
+    taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
     # c: TaperNorm's fit, or FakeLN's
-    calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, SINCE_2] = "least_squares"
+    calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
     # of that loss: frozen at gate_start, or each batch's
-    anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, SINCE_2] = "fixed"
+    anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
     # (s - target)^2, or (s/target - 1)^2
-    anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, SINCE_2] = "absolute"
+    anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     # mu of the calibration and scale-target averages
@@ -114,16 +101,6 @@ class ModelKnobs:
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
 
 
-def off(*choices: str) -> dict:
-    """What these knobs, and those that mean something only beside them, are where they are off."""
-    needs = facts(ModelKnobs, Needs)
-    return {
-        f.name: f.default
-        for f in fields(ModelKnobs)
-        if f.name in choices or any(n.knob in choices and n.words for n in needs.get(f.name, ()))
-    }
-
-
 @dataclass
 class ModelConfig(ModelKnobs):
     """An architecture; travels in every model file. Never changed once made: replace() makes another. Raises:
@@ -133,12 +110,10 @@ class ModelConfig(ModelKnobs):
     form: Literal["trained", "unfused", "folded", "weightless"] = "trained"
 
     def __post_init__(self):
-        for f in fields(self):
-            kind, value = hints(ModelConfig)[f.name], getattr(self, f.name)
-            try:
-                setattr(self, f.name, check(kind, value))
-            except ValueError:
-                raise ModelError(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
+        try:
+            check_types(self)
+        except ValueError as e:
+            raise ModelError(str(e)) from None
         if self.n_embd % self.n_head and self.head_dim is None:
             multiple = f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
             raise ModelError(f"{multiple}, or head_dim be given")
@@ -167,17 +142,14 @@ class ModelConfig(ModelKnobs):
         if tapers and not NORMS[self.norm].tapers:
             ways = " or ".join(name for name, variant in NORMS.items() if variant.tapers)
             raise ModelError(f"a taper needs norm={ways}; with {self.norm} use taper=none")
-        for name, needed in facts(ModelKnobs, Needs).items():
-            value, default = getattr(self, name), getattr(ModelKnobs, name)
-            for need in needed:
-                if need.words and value != default and not need.met(self):
-                    raise ModelError(f"{name}={value} needs {need.words}; here norm={self.norm}")
         if self.coupled_from_layer >= self.n_layer:
-            raise ModelError(
-                "coupled_from_layer must be below n_layer; for RMSNorm everywhere use norm=rmsnorm"
-            )
+            raise ModelError("coupled_from_layer must be below n_layer; RMSNorm everywhere is norm=rmsnorm")
         if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
+        try:
+            check_needs(self)
+        except ValueError as e:
+            raise ModelError(str(e)) from None
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6")
         if self.calib_skip_first and self.block_size == 1:
@@ -364,7 +336,7 @@ DELTA = 1e-12  # keeps c finite where the stream is 0
 
 
 class Taper(Tracker):
-    """A norm that the gate g turns into a fixed scaling (TaperNorm, eq. 4): with x, inverse as in Norm,
+    """A norm that the gate g turns into a fixed scaling (TaperNorm); x and inverse as in Norm:
 
         g * x * inverse(h) * weight + (1-g) * c * x * weight_tilde [+ bias]
 
@@ -446,20 +418,20 @@ class MeanScaleTaper(Taper):
     def weight_tilde(self):
         return self.weight
 
-    def blends(self) -> bool:
-        return self.training and self.phase == "blend"
-
-    def forward(self, h):
-        if not self.blends():
-            return super().forward(h)
+    def forward(self, h, both: bool = False):
+        """(B, T, D) -> (B, T, D); `both`: a pair of them, at the gate and at the values' one."""
+        if not (self.training and self.phase == "blend"):
+            y = super().forward(h)
+            return (y, y) if both else y
         if self.collecting():
             self.observe(h)
-        return self.at(self.gate, h)
+        x, inverse = self.norm.centred(h), self.norm.inverse(h)
 
-    def at(self, gate, h):
-        """The norm of h (B, T, D) at a 0-dim gate."""
-        y = self.norm.centred(h) * (gate * self.norm.inverse(h) + (1 - gate) * self.c) * self.weight
-        return (y if self.bias is None else y + self.bias).to(h.dtype)
+        def at(gate):
+            y = x * (gate * inverse + (1 - gate) * self.c) * self.weight
+            return (y if self.bias is None else y + self.bias).to(h.dtype)
+
+        return (at(self.gate), at(self.gate_values)) if both else at(self.gate)
 
     def observe(self, h):
         self.add(self.norm.scale((h[:, 1:] if self.skip_first else h).detach()).squeeze(-1))
@@ -509,23 +481,6 @@ def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
     angle = torch.outer(numbers(c.block_size), frequency)  # (block_size, C/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
-
-
-def llama3_frequencies(frequency, factor: float, low: float, high: float, original: float):
-    """Slow rotations divided by `factor`, fast ones as they are, and between a blend of both. (C/2)
-
-    Slow turns fewer than `low` times in the `original` length, fast more than `high` times (Llama 3.1).
-    """
-    wavelength = 2 * math.pi / frequency
-    kept = (original / wavelength - low) / (high - low)
-    blend = (1 - kept) * frequency / factor + kept * frequency
-    slowed = torch.where(wavelength > original / low, frequency / factor, blend)
-    return torch.where(wavelength < original / high, frequency, slowed)
-
-
-def is_llama3_scaling(rope_scaling: tuple) -> bool:
-    """True if these can be Llama 3's (factor, low, high, original length)."""
-    return len(rope_scaling) == 4 and rope_scaling[1] < rope_scaling[2]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -611,8 +566,8 @@ class SplitAttention(Attention):
     """Its values may read another input than its queries and keys (FakeLN)."""
 
     def forward(self, x, *context, values=None):
-        """x, values: (B, T, D); without `values` they read x too."""
-        if values is None:
+        """x, values: (B, T, D)"""
+        if values is None or values is x:
             return super().forward(x, *context)
         C, K = self.head_dim, self.n_kv_head
         rows = ((self.n_head + K) * C, K * C)
@@ -698,11 +653,10 @@ class FakeLNBlock(Block):
         super().__init__(c, SplitAttention)
 
     def forward(self, x, *context):
-        norm = self.norm_attn
-        if not (isinstance(norm, MeanScaleTaper) and norm.blends()):
+        if not isinstance(self.norm_attn, MeanScaleTaper):  # it is gone
             return super().forward(x, *context)
-        y = self.attn(norm(x), *context, values=norm.at(norm.gate_values, x))
-        x = x + self.drop(self.attn.proj(y))
+        normed, values = self.norm_attn(x, both=True)
+        x = x + self.drop(self.attn.proj(self.attn(normed, *context, values=values)))
         return x + self.drop(self.mlp(self.norm_mlp(x)))
 
 
@@ -741,6 +695,11 @@ class Variant(NamedTuple):
     shift: bool = False  # it has one, unless norm_bias=False
     block: type[Block] = Block
     centred: bool = False  # the layers that write the stream write it with mean 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether a fold changes the network that has it, without a taper."""
+        return self.centred or self.block is not Block
 
 
 NORMS = {
@@ -922,15 +881,6 @@ class Transformer(nn.Module):
             return self.tok_emb.weight, None
         return self.lm_head.weight, self.lm_head.bias
 
-    def flops_per_token(self) -> int:
-        """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention."""
-        c = self.config
-        matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
-        matrices.pop("pos_emb.weight", None)  # looked up, not multiplied by
-        if self.lm_head is not None:
-            del matrices["tok_emb.weight"]  # likewise
-        return 6 * sum(matrices.values()) + 6 * c.n_layer * c.block_size * c.n_head * c.head_dim
-
     # --- taper
 
     def taper_norms(self) -> dict[str, Taper]:
@@ -971,21 +921,14 @@ class Transformer(nn.Module):
         if trackers:
             observe_step(trackers, self.config.ema_rate, all_reduce)
 
-    # --- text, a log line, a file
+    # --- text, a file
 
     generate = generate
+
+    def scale(self, h):
+        """s(h), what a norm of the network divides a token by. (B, T, D) -> (B, T, 1)"""
+        return statistic(self.config).scale(h)
 
     def to_file(self, meta: dict) -> dict:
         """What a model file holds; torch.save it."""
         return {"config": asdict(self.config), "state": self.state_dict(), "meta": {**meta, "format": FORMAT}}
-
-    @torch.no_grad()
-    def diagnostics(self, stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
-
-        |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
-        """
-        h = upcast(stream)
-        y, W = upcast(self.norm_final(h)), upcast(self.head()[0])
-        s = statistic(self.config).scale(h).mean()
-        return s, ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()

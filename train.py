@@ -34,11 +34,12 @@ from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.distill import Distilled
 from nanonorm.errors import one_line_errors
-from nanonorm.machine import Replayed, keep_freed_memory, set_up, widest_float
+from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
 from nanonorm.run import Beginning, RunFolder, begin, restore
+from nanonorm.scale import diagnostics
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
@@ -212,8 +213,8 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     step.ranks.sum(totals)
     ce, aux, n = totals.tolist()
     totals.zero_()
-    s, l2 = model.diagnostics(stream)
-    mfu = tokens_per_s * model.flops_per_token() / peak if peak else 0.0
+    s, l2 = diagnostics(model, stream)
+    mfu = tokens_per_s * flops_per_token(model) / peak if peak else 0.0
     line = grad_norms(list(step.trained), norms)
     line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n}
     line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}

@@ -10,25 +10,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from forms import config_of
-from model import ANCHOR, TAPER, ModelConfig, ModelKnobs, off
+from model import ANCHOR, TAPER, ModelConfig, ModelKnobs
 from nanonorm.cli import parse, set_knob, split_row
 from nanonorm.errors import BadInput
 from nanonorm.files import folder_name, phase_and_gates
+from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
 from nanonorm.schedules import check_gates, settle_gates
-from nanonorm.typed import (
-    AS_TUPLE,
-    SINCE_2,
-    Anew,
-    Count,
-    Needs,
-    NonNegative,
-    Positive,
-    Range,
-    Since,
-    Whole,
-    Wholes,
-    facts,
-)  # fmt: skip
+from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
@@ -67,7 +55,7 @@ class Config(ModelKnobs):
     batch_size: Count = 16  # windows per micro-batch
     gradient_accumulation_steps: Count = 1  # micro-batches per optimizer step, over all ranks together
     # the training loss leaves out targets that end a text; validation counts them
-    mask_end: Annotated[bool, SINCE_2] = False
+    mask_end: Annotated[bool, V2] = False
     # optimizer
     learning_rate: NonNegative = 3e-4  # peak learning rate
     weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
@@ -85,24 +73,24 @@ class Config(ModelKnobs):
     # step from which the gate is 0; None: by gate_end_ratio or gate_gaps
     gate_end: Annotated[Count | None, GATES] = None
     # of max_iters, where gate_end is None
-    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, SINCE_2] = 1.0
+    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, V2] = 1.0
     # all gates alike, or site by site
-    gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, SINCE_2] = "cosine"
+    gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
     # sequential: steps between MLPs' norms, attentions' (q, k), their values
-    gate_gaps: Annotated[Wholes | None, GATES, SINCE_2] = None
+    gate_gaps: Annotated[Wholes | None, GATES, V2] = None
     # a teacher, and adapters
     # weights to learn from: a run, a file, a Hugging Face folder, a hub id
-    teacher: Annotated[str | None, AGAIN, SINCE_2] = None
-    kl_weight: Annotated[NonNegative, TEACHER, SINCE_2] = 1.0  # of KL(teacher || student), at temperature 1
-    ce_weight: Annotated[NonNegative, TEACHER, SINCE_2] = 0.0  # of the cross-entropy beside it
+    teacher: Annotated[str | None, AGAIN, V2] = None
+    kl_weight: Annotated[NonNegative, TEACHER, V2] = 1.0  # of KL(teacher || student), at temperature 1
+    ce_weight: Annotated[NonNegative, TEACHER, V2] = 0.0  # of the cross-entropy beside it
     # what trains in place of the weights (needs peft)
-    adapter: Annotated[Literal["none", "lora", "dora"], SINCE_2] = "none"
+    adapter: Annotated[Literal["none", "lora", "dora"], V2] = "none"
     # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
-    adapter_rank: Annotated[Count, ADAPTER, SINCE_2] = 64
+    adapter_rank: Annotated[Count, ADAPTER, V2] = 64
     # what adapters add is times alpha / r; None: twice the rank
-    adapter_alpha: Annotated[Positive | None, ADAPTER, SINCE_2] = None
+    adapter_alpha: Annotated[Positive | None, ADAPTER, V2] = None
     # layers of a block that carry adapters; None: all
-    adapter_targets: Annotated[Projections | None, ADAPTER, SINCE_2] = None
+    adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
     device: Annotated[str, AGAIN] = (
@@ -112,9 +100,9 @@ class Config(ModelKnobs):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
     compile: Annotated[bool | None, AGAIN] = None  # torch.compile the model; None: on a GPU yes, elsewhere no
     # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
-    cuda_graph: Annotated[bool, AGAIN, SINCE_2] = False
+    cuda_graph: Annotated[bool, AGAIN, V2] = False
     # compute each block again in the backward, not keep it: memory for time
-    grad_checkpoint: Annotated[bool, AGAIN, SINCE_2] = False
+    grad_checkpoint: Annotated[bool, AGAIN, V2] = False
     # of torch.distributed under torchrun
     backend: Annotated[Literal["auto", "nccl", "gloo"], AGAIN] = "auto"
 
@@ -225,7 +213,7 @@ class Config(ModelKnobs):
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
         chosen = explicit & {"taper", "aux_weight", "norm"}  # what they bring with them is the run's as well
-        free = (explicit | set(off(*chosen))) & free_of_weights() | {"dropout"}
+        free = (explicit | set(off(ModelKnobs, *chosen))) & free_of_weights() | {"dropout"}
         return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free})
 
     def remarks(self) -> list[str]:
@@ -272,12 +260,6 @@ def free_of_weights() -> set[str]:
 def added_later() -> set[str]:
     """The knobs that settings recorded by an earlier version lack: there they had what is now the default."""
     return set(facts(Config, Since))
-
-
-def is_read(knob: str, settings: ModelKnobs) -> bool:
-    """Whether a run with these settings, or a network of theirs, reads a knob."""
-    needs = facts(Config, Needs).get(knob, ())
-    return not needs or any(need.met(settings) for need in needs)
 
 
 REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}  # norm -> norms

@@ -152,6 +152,17 @@ def compiler_works(device: torch.device):
 # what the machine is
 
 
+def flops_per_token(model) -> int:
+    """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention.
+    model: a model.Transformer."""
+    c = model.config
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
+    matrices.pop("pos_emb.weight", None)  # looked up, not multiplied by
+    if model.lm_head is not None:
+        del matrices["tok_emb.weight"]  # likewise
+    return 6 * sum(matrices.values()) + 6 * c.n_layer * c.block_size * c.n_head * c.head_dim
+
+
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product on this device, best of 10: what 100% MFU means here."""
     n = 8192 if device.type == "cuda" else 1024

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
+from nanonorm.kernels import upcast
 
 
 class Tracker(nn.Module):
@@ -79,6 +80,17 @@ def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     torch._foreach_zero_([t.sums for t in trackers])
     for t in trackers:
         t.follow()
+
+
+@torch.no_grad()
+def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
+
+    |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
+    """
+    h = upcast(stream)
+    y, W = upcast(model.norm_final(h)), upcast(model.head()[0])
+    return model.scale(h).mean(), ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
 
 def distance(s, target, relative: bool):

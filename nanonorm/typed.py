@@ -9,12 +9,11 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 # neither True nor "2" passes for an int; an int passes for a float
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -28,51 +27,6 @@ class Range(NamedTuple):
 
     def __get_pydantic_core_schema__(self, source, handler):
         return handler(source) | {"ge": self.low} | ({"le": self.high} if self.high < math.inf else {})
-
-
-class OneOf(NamedTuple):
-    """A name in a table that may grow. table: () -> the table"""
-
-    table: Callable[[], dict]
-
-    def __get_pydantic_core_schema__(self, source, handler):
-        def known(value):
-            if value not in self.table():
-                raise PydanticCustomError("one_of", "Input should be a name of the table")
-            return value
-
-        return core_schema.no_info_after_validator_function(known, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema, handler):
-        return {"enum": list(self.table())}
-
-
-# Facts about a knob, which stand in its annotation
-
-
-class Needs(NamedTuple):
-    """It means nothing unless `met(settings)`, which the knob `knob` decides; of several needs one is enough.
-    Another value than its default is refused then, with `words` for what it needs; without words it is let
-    be."""
-
-    knob: str
-    met: Callable[[Any], bool]
-    words: str = ""
-
-
-class Anew(NamedTuple):
-    """Where it may be set anew: in a "resume" of a run, or where a run starts from given "weights"."""
-
-    where: str
-
-
-class Since(NamedTuple):
-    """The version of settings that has it first: earlier ones had its default."""
-
-    version: int
-
-
-FREE, SINCE_2 = Anew("weights"), Since(2)
 
 
 HUGE = 2**40  # more of anything is a typo
@@ -105,14 +59,6 @@ class Record(BaseModel):
 def hints(cls) -> dict:
     """Name -> type, with its range, of the fields of a class."""
     return get_type_hints(cls, include_extras=True)
-
-
-@cache
-def facts(cls, kind: type) -> dict[str, tuple]:
-    """Name -> what its annotation holds of a kind (Needs, Anew, Since), for the fields that have any."""
-    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints(cls).items()}
-    kept = {name: tuple(f for f in of_knob if isinstance(f, kind)) for name, of_knob in found.items()}
-    return {name: of_knob for name, of_knob in kept.items() if of_knob}
 
 
 @cache

@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import Tokenizer
 from forms import export_files, from_file, proved, types_of
-from model import Transformer, off
+from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
+from nanonorm.knobs import off
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
@@ -121,7 +122,7 @@ def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[t
 def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transformer, dict[str, float]]:
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
     model.anchor = None  # of training alone
-    c = model.config = replace(model.config, **off("aux_weight"))
+    c = model.config = replace(model.config, **off(ModelConfig, "aux_weight"))
     if len(export_files(c)) == 1:  # no form changes it, but for a factor that goes into the table
         model, errors = (model, {}) if c.emb_scale is None else proved(model, "unfused", idx)
         c = model.config

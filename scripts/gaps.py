@@ -23,10 +23,11 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Config, is_read
+from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
+from nanonorm.knobs import is_read
 from scripts.figures import OTHER, STYLE, Figures, shades
 from scripts.report import (
     FinishedRun,

@@ -10,14 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Config, added_later, free_on_resume, is_read
+from config import Config, added_later, free_on_resume
 from data import corpus_folder
 from forms import export_files
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.knobs import Needs, facts, is_read
 from nanonorm.log import check_header, logged_steps, read_log
 from nanonorm.run import MARKS, first_good
-from nanonorm.typed import Needs, facts
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
 # anchor does by itself

@@ -34,11 +34,12 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Config, free_on_resume, is_read
+from config import Config, free_on_resume
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, atomic_write, hold_folder
+from nanonorm.knobs import is_read
 from nanonorm.machine import commit
 from nanonorm.run import given_weights
 from nanonorm.typed import Count

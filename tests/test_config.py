@@ -29,9 +29,10 @@ from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, folder_name
+from nanonorm.knobs import Anew, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
-from nanonorm.typed import Anew, Needs, OneOf, Since, check, in_words
+from nanonorm.typed import check, in_words
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
 HINTS = get_type_hints(Config, include_extras=True)

@@ -35,7 +35,7 @@ from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import KVCache, sample_token
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, plain
-from nanonorm.scale import ScaleAnchor
+from nanonorm.scale import ScaleAnchor, diagnostics
 from scripts.speed.peers import as_llama
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -182,7 +182,7 @@ def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
     logits = model(idx)
     assert scale_of_difference(model(idx, last_only=True), logits[:, -1:]) <= EXACT
     stream = model(idx, targets).stream
-    s, l2 = model.diagnostics(stream)
+    s, l2 = diagnostics(model, stream)
     centred = stream - stream.mean(-1, keepdim=True)
     assert s.item() == pytest.approx((centred.square().mean(-1) + 1e-6).sqrt().mean().item(), rel=1e-10)
     # through W'W: squares lose digits

@@ -17,6 +17,7 @@ from model import Transformer
 from nanonorm.adapters import put_on
 from nanonorm.distill import Distilled
 from nanonorm.ranks import Ranks
+from nanonorm.scale import diagnostics
 
 META = torch.device("meta")
 KNOBS = dict(max_iters=30, warmup_iters=3, gate_start=10, gate_end=20, batch_size=3, block_size=16)
@@ -82,7 +83,7 @@ def look_at(step, stream, norms):
     assert set(step.optimizer.state) == set(step.trained.values())
     assert all(p.grad is None for p in step.model.parameters())
     with OnlyMeta(), torch.no_grad():
-        step.model.diagnostics(stream)
+        diagnostics(step.model, stream)
         step.model.eval()(torch.zeros(1, 16, dtype=torch.long, device=META))
 
 

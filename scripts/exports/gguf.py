@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import SPACE_MARK, SentencePiece
-from model import ModelConfig, llama3_frequencies
+from model import ModelConfig
 from nanonorm.errors import ModelError
+from nanonorm.rotary import llama3_frequencies
 from scripts.exports import Job, needed, spread
 from scripts.exports.stock import plain
 

@@ -52,7 +52,8 @@ def copied() -> dict[str, str]:
         path = waiting.pop()
         if path.name in texts:
             continue
-        source = HERE / "typed.py" if path.name == "typed.py" else path  # nanonorm's own needs pydantic
+        ours = HERE / path.name  # typed.py, knobs.py: nanonorm's own need pydantic
+        source = ours if path.name in ("typed.py", "knobs.py") else path
         lines = source.read_text().splitlines(keepends=True)
         for node in ast.walk(ast.parse("".join(lines))):
             module = getattr(node, "module", None) or ""

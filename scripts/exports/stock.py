@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 import torch
 
 from forms import fold, from_file
-from model import ModelConfig, Transformer, off
+from model import ModelConfig, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
+from nanonorm.knobs import off
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
@@ -67,7 +68,7 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
                 state.setdefault(f"{prefix}{name}.bias", torch.zeros_like(gain))
     config = replace(
         c, form="trained", norm=norm, norm_eps=eps, norm_bias=c.norm_bias or norm == "rmsnorm",
-        tie_embeddings=model.lm_head is None, **off("taper", "aux_weight"),
+        tie_embeddings=model.lm_head is None, **off(ModelConfig, "taper", "aux_weight"),
     )  # fmt: skip
     return {"config": asdict(config), "state": state, "meta": model.meta}
 
