@@ -151,7 +151,7 @@ class ModelConfig(ModelKnobs):
         except ValueError as e:
             raise ModelError(str(e)) from None
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
-            raise ModelError("dyt_alpha is three numbers up to 1e6")
+            raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
 
@@ -785,6 +785,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(make_block(c, i) for i in range(c.n_layer))
         self.norm_final = make_norm(c, "final")
         self.lm_head = None if c.tie_embeddings else nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.scale = statistic(c).scale  # s(h) of the anchor and the log, (B, T, D) -> (B, T, 1)
         self.anchor = None
         if c.aux_weight > 0:
             self.anchor = ANCHORS[c.anchor_target](statistic(c), c.anchor_unit == "relative", c.ema_rate)
@@ -924,10 +925,6 @@ class Transformer(nn.Module):
     # --- text, a file
 
     generate = generate
-
-    def scale(self, h):
-        """s(h), what a norm of the network divides a token by. (B, T, D) -> (B, T, 1)"""
-        return statistic(self.config).scale(h)
 
     def to_file(self, meta: dict) -> dict:
         """What a model file holds; torch.save it."""
