@@ -392,7 +392,9 @@ class Taper(Tracker):
         """The scaling at g = 0 (D): c * weight_tilde; before calibration what c_now() makes of it."""
         if self.phase != "norm":
             return self.c * self.weight_tilde
-        return torch.where(self.ema_count > 0, self.c_now(), self.c) * self.weight
+        seen = self.ema_count > 0  # before the first step c_now() is 0/0: it must meet no gradient
+        c, gain = (self.c_now(), self.c), (self.weight, self.weight_tilde)
+        return torch.where(seen, *c) * torch.where(seen, *gain)
 
     def at_zero(self) -> "Scale":
         return Scale(self.fixed(), self.bias, self.norm.centres)
