@@ -516,8 +516,8 @@ class CentredLinear(nn.Linear):
 
 @fast(kernels.attention, training=False, eager=False)
 def attend(q, k, v, mask=None, dropout: float = 0.0):
-    """Attention, causal unless there is a mask (T, S). (B, H, T, C), k and v (B, K, S, C) -> (B, H, T, C).
-    dropout: of the attention's weights."""
+    """Attention, causal unless there is a mask, (T, S) or (B, 1, T, S). (B, H, T, C), k and v (B, K, S, C)
+    -> (B, H, T, C). dropout: of the attention's weights."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped, scale=q.shape[-1] ** -0.5
@@ -540,9 +540,9 @@ class Attention(nn.Module):
         return self.qkv(x).unflatten(-1, (-1, C)).split((H + K, K), 2)
 
     def forward(self, x, rope, kv=None, rows=None, mask=None):
-        """x: (B, T, D); rope: (2, T, 1, C) or None; kv: this layer's cache, called with k, v (B, K, T, C) and
-        `rows`, the (T) positions to write; mask: (T, length). Returns the heads' output before `proj`,
-        (B, T, H C)."""
+        """x: (B, T, D); rope: (2, T, 1, C), (2, B, T, 1, C) or None; kv: this layer's cache, called with k, v
+        (B, K, T, C) and `rows`, the (T) columns to write; mask: (T, length) or (B, 1, T, length). Returns
+        the heads' output before `proj`, (B, T, H C)."""
         return self.mixed(*self.heads(x), rope, kv, rows, mask)
 
     def mixed(self, qk, v, rope, kv=None, rows=None, mask=None):
@@ -759,6 +759,14 @@ NOT_COUNTED = -100  # a target that no loss counts
 ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
 
+def behind_padding(pad, rows, columns):
+    """(positions (B, T), which columns are seen (B, 1, T, S)) of the columns `rows` (T) of a text of which
+    the first `pad` (B) are padding. Positions count from the first token behind it; padding sees itself."""
+    rows, first = rows[:, None], pad[:, None, None]
+    seen = (columns <= rows) & (columns >= first) | (columns == rows)
+    return (rows[:, 0] - pad[:, None]).clamp_min(0), seen.unsqueeze(1)
+
+
 class Losses(NamedTuple):
     """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached."""
 
@@ -815,9 +823,10 @@ class Transformer(nn.Module):
 
     # --- forward
 
-    def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False):
-        """idx, targets: (B, T) token ids. Returns logits (B, T, V), with last_only (B, 1, V); or Losses."""
-        x = self.stream(idx, cache)
+    def forward(self, idx, targets=None, cache: KVCache | None = None, last_only: bool = False, pad=None):
+        """idx, targets: (B, T) token ids; pad: as stream() takes it. Returns logits (B, T, V), with last_only
+        (B, 1, V); or Losses."""
+        x = self.stream(idx, cache, pad)
         if targets is None:
             return self.logits(self.norm_final(x[:, -1:] if last_only else x))
         if self.mask_end and self.training:
@@ -838,8 +847,9 @@ class Transformer(nn.Module):
         counted = (targets != NOT_COUNTED).sum().clamp_min(1)
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=NOT_COUNTED) / counted
 
-    def stream(self, idx, cache: KVCache | None = None):
-        """The final norm's input. (B, T) token ids -> (B, T, D)"""
+    def stream(self, idx, cache: KVCache | None = None, pad=None):
+        """The final norm's input. (B, T) token ids -> (B, T, D). pad: how many tokens at the beginning
+        of each row are padding, (B), those in the cache included; None: none."""
         T = idx.shape[1]
         longest = self.config.block_size
         if longest < T:
@@ -848,8 +858,12 @@ class Transformer(nn.Module):
         if cache is not None:
             rows = cache.pos + torch.arange(T, device=idx.device)
             mask = cache.columns <= rows[:, None]  # (T, length)
-        x = self.embed(idx, rows)  # (B, T, D)
-        rope = None if self.rope is None else self.rope[:, rows]
+        at = rows
+        if pad is not None:
+            rows = torch.arange(T, device=idx.device) if cache is None else rows
+            at, mask = behind_padding(pad, rows, rows if cache is None else cache.columns)
+        x = self.embed(idx, at)  # (B, T, D)
+        rope = None if self.rope is None else self.rope[:, at]
         repeats = self.grad_checkpoint and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             kv = None if cache is None else partial(cache.update, i)

@@ -37,8 +37,8 @@ class Sample:
     temperature: NonNegative = 0.8  # 0: always the likeliest token
     top_k: Count | None = 200  # keep the k likeliest tokens; None: all
     top_p: Annotated[float, Range(1e-9, 1.0)] = 1.0  # keep the fewest tokens with this much probability
-    seed: Whole = 1337  # of the sampling
-    device: str = "cpu"  # cpu, cuda, ...
+    seed: Whole = 1337  # of all samples, drawn together: the first of three is another than the only one
+    device: str = "auto"  # cpu, cuda, ...; auto: a GPU if there is one
     compile: bool = False  # compile the step to the next token: half a minute once, up to 2x for small models
     tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use instead of the model's own
     chat: bool = False  # the prompt is a user's turn in the chat template, and the reply alone is printed
@@ -86,23 +86,22 @@ def main():
         )
     file, path = open_model(words[0])
     model = from_file(file, path)
-    device = pick_device(cfg.device)
-    model.to(device)
+    model.to(pick_device(cfg.device))
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
     ids = prompt_ids(tokenizer, prompt, cfg.chat)
     before = len(tokenizer.decode(ids))
-    idx = torch.tensor([ids], device=device)
-    for i in range(cfg.num_samples):
-        out = model.generate(
-            idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.seed + i,
-            stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile, vocab_size=tokenizer.vocab_size,
-        )  # fmt: skip
-        new = [t for t in out[0, len(ids) :].tolist() if t not in tokenizer.end_ids]  # they add no text
+    rows = model.generate(
+        torch.tensor([ids] * cfg.num_samples), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
+        cfg.seed, stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile,
+        vocab_size=tokenizer.vocab_size,
+    )  # fmt: skip
+    for i, row in enumerate(rows.tolist()):
+        if i:
+            print("-" * 40)
+        new = [t for t in row[len(ids) :] if t not in tokenizer.end_ids]  # they add no text
         reply = tokenizer.decode(ids + new)[before:]  # some take the space off the first word of a text
         print(reply if cfg.chat else prompt + reply)
-        if i + 1 < cfg.num_samples:
-            print("-" * 40)
 
 
 if __name__ == "__main__":

@@ -12,74 +12,99 @@ from nanonorm.kernels import upcast
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer;
-    `pos` (0-dim) counts the tokens. One tensor for all layers would be copied in each of them by the
-    compiler, which cannot write into a slice."""
+    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer, in
+    the type that attention reads; `pos` (0-dim) counts the tokens. One tensor for all layers would be copied
+    in each of them by the compiler, which cannot write into a slice."""
 
     def __init__(self, model, batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
-        shape = (batch, c.n_kv_head, length, c.head_dim)
-        self.k = [torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)]
+        shape, device = (batch, c.n_kv_head, length, c.head_dim), w.device
+        autocasts = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocasts else w.dtype
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
         self.v = [torch.zeros_like(k) for k in self.k]
-        self.pos = torch.zeros((), dtype=torch.long, device=w.device)
-        self.columns = torch.arange(length, device=w.device)
+        self.pos = torch.zeros((), dtype=torch.long, device=device)
+        self.columns = torch.arange(length, device=device)
 
     def update(self, layer: int, k, v, rows):
         """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C)."""
-        return self.k[layer].index_copy_(2, rows, k), self.v[layer].index_copy_(2, rows, v)
+        to_k, to_v = self.k[layer], self.v[layer]
+        return to_k.index_copy_(2, rows, k.to(to_k.dtype)), to_v.index_copy_(2, rows, v.to(to_v.dtype))
 
 
 @torch.inference_mode()
 def generate(
-    model, idx, max_new_tokens: int, temperature=1.0, top_k: int | None = None, top_p=1.0,
+    model, prompts, max_new_tokens: int, temperature=1.0, top_k: int | None = None, top_p=1.0,
     seed: int | None = None, stop_id: int | tuple[int, ...] | None = None, use_cache=True, compile=False,
     vocab_size: int | None = None,
 ):  # fmt: skip
-    """Continue idx (B, T >= 1). Temperature 0 is greedy. Returns (B, T + new), and ends early once
-    every row has said stop_id, or one of several (rows that did before are padded with the first).
-    `compile` makes the step from one token to the next a single graph, compiled once for each B and each
-    128 tokens of cache; it needs the cache. No id from vocab_size on is drawn: a model may have more rows
-    than its tokenizer has ids. Raises: ModelError for logits that are not finite.
+    """Continue prompts: ids (B, T >= 1), or a list of B rows of ids of any lengths. Temperature 0 is greedy.
+    Returns (B, T + new); of a list, a list of rows. Ends early once every row has said stop_id, or one of
+    several (rows that did before are padded with the first). `compile` makes the step from one token to the
+    next a single graph, compiled once for each B and each 128 tokens of cache, with padding and without; it
+    needs the cache. No id from vocab_size on is drawn: a model may have more rows than its tokenizer has ids.
+    Raises: ModelError for logits that are not finite, and for a prompt without ids.
 
-    The context is the last block_size tokens; when full it drops to its newer half, with the cache or
-    without.
+    A row's context is its last block_size tokens; when full it drops to its newer half (of block_size=1: to
+    its last token), with the cache or without. Shorter rows are padded on the left, where nobody looks: each
+    gets what it would get alone. `seed` is of all rows together: a row is drawn otherwise beside others.
     """
-    was_training = model.training
-    model.eval()
-    size = model.config.block_size
-    rng = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-    done = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
-    finite = torch.zeros((), device=idx.device)
+    size, device = model.config.block_size, model.tok_emb.weight.device
+    idx, padding = aligned(prompts, device)
+    starts = [max(pad, idx.shape[1] - size) for pad in padding]  # the column where each row's context begins
+    rng = None if seed is None else torch.Generator(device).manual_seed(seed)
+    done = torch.zeros(len(idx), 1, dtype=torch.bool, device=device)
+    finite = torch.zeros((), device=device)
     stops = (stop_id,) if isinstance(stop_id, int) else tuple(stop_id or ())
-    any_stop = torch.tensor(stops, dtype=torch.long, device=idx.device)
-    start, cache, fresh = max(0, idx.shape[1] - size), None, True
-    decode = compiled_decoding(model, idx.device) if compile else model
-    for _ in range(max_new_tokens):
-        if idx.shape[1] - start > size:
-            start, fresh = idx.shape[1] - max(1, size // 2), True
-        if not use_cache:
-            logits = model(idx[:, start:], last_only=True)
-        elif fresh:
-            unseen = idx[:, start:]
-            length = unseen.shape[1] + max_new_tokens
-            length = 128 * math.ceil(length / 128) if compile else length
-            cache, fresh = KVCache(model, len(idx), min(size, length)), False
-            logits = model(unseen, cache=cache, last_only=True)
-        else:
-            logits = decode(unseen, cache=cache, last_only=True)
-        finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
-        new = sample_token(logits[:, -1, :vocab_size], temperature, top_k, top_p, rng)
-        if stops:
-            new = new.masked_fill(done, stops[0])
-            done |= torch.isin(new, any_stop)
-        idx, unseen = torch.cat((idx, new), 1), new
-        if stops and done.all():
-            break
-    model.train(was_training)
+    any_stop = torch.tensor(stops, dtype=torch.long, device=device)
+    decode = compiled_decoding(model, device) if compile else model
+    was_training, cache, fresh = model.training, None, True
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            end = idx.shape[1]
+            if any(end - start > size for start in starts):
+                half = end - max(1, size // 2)
+                starts, fresh = [half if end - start > size else start for start in starts], True
+            if fresh:
+                first = min(starts)
+                pad = None
+                if max(starts) > first:
+                    pad = torch.tensor([start - first for start in starts], device=device)
+            if fresh and use_cache:
+                length = end - first + max_new_tokens
+                length = 128 * math.ceil(length / 128) if compile else length
+                cache = KVCache(model, len(idx), min(size, length))
+            whole = fresh or not use_cache
+            unseen, network = (idx[:, first:], model) if whole else (idx[:, -1:], decode)
+            logits = network(unseen, cache=cache, last_only=True, pad=pad)
+            fresh = False
+            finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was
+            new = sample_token(logits[:, -1, :vocab_size], temperature, top_k, top_p, rng)
+            if stops:
+                new = new.masked_fill(done, stops[0])
+                done |= torch.isin(new, any_stop)
+            idx = torch.cat((idx, new), 1)
+            if stops and done.all():
+                break
+    finally:
+        model.train(was_training)
     if not finite.isfinite():
         why = "is this a checkpoint from before its taper's end?"
         raise ModelError(f"the logits are not finite, so there is nothing to sample; {why}")
-    return idx
+    return idx if torch.is_tensor(prompts) else [row[pad:] for row, pad in zip(idx, padding, strict=True)]
+
+
+def aligned(prompts, device):
+    """Rows of ids as one tensor, their right ends aligned: (B, T), and how many columns of each are padding.
+    That is the row's first id: at position 0 and by itself, it is finite where the row is."""
+    rows = [torch.as_tensor(row, dtype=torch.long, device=device) for row in prompts]
+    if not rows or any(row.dim() != 1 or not len(row) for row in rows):
+        raise ModelError("a prompt is a row of at least one id, and there must be at least one prompt")
+    longest = max(map(len, rows))
+    padding = [longest - len(row) for row in rows]
+    padded = [torch.cat((row[:1].expand(pad), row)) for row, pad in zip(rows, padding, strict=True)]
+    return torch.stack(padded), padding
 
 
 def compiled_decoding(model, device: torch.device):

@@ -1,0 +1,165 @@
+"""Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import every_variant, one_line, scale_of_difference, tiny, tokens
+from running import flags, train
+
+from forms import FORMS
+from model import Transformer
+from nanonorm.errors import ModelError
+from nanonorm.generation import KVCache, aligned
+from sample import Sample
+
+LENGTHS = (5, 1, 16, 21, 11)  # of a context of 16: four of them grow too long at other steps than the others
+EXACT = 1e-12  # float64: another order of summation
+
+
+def ragged(*lengths) -> list[torch.Tensor]:
+    return [tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+
+
+@every_variant
+@pytest.mark.parametrize(("form", "positions"), [("trained", "learned"), ("folded", "rope")])
+def test_rows_of_several_lengths_say_what_each_says_alone(variant, positions, form):
+    shape = {"n_kv_head": 2, "tie_embeddings": False, "positions": positions, "std": 0.5}
+    model, prompts = FORMS[form](tiny(variant, **shape)).eval(), ragged(*LENGTHS)
+    alone = [model.generate(row[None], 30, temperature=0)[0] for row in prompts]
+    assert len(torch.stack([text[-30:] for text in alone]).unique()) > 9  # not one token for ever
+    for use_cache in (True, False):
+        together = model.generate(prompts, 30, temperature=0, use_cache=use_cache)
+        assert [len(text) for text in together] == [length + 30 for length in LENGTHS]
+        assert all(map(torch.equal, together, alone)), use_cache
+    lists = model.generate([row.tolist() for row in prompts], 1, temperature=0)
+    assert [text[-1] for text in lists] == [text[-30] for text in alone]
+
+
+@every_variant
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@torch.no_grad()
+def test_logits_behind_padding_are_those_without_it(variant, positions):
+    """Whole, and through the cache in pieces, of which the first may hold nothing but padding; whatever the
+    padding is."""
+    model = tiny(variant, n_kv_head=2, qk_norm=True, positions=positions).eval()
+    prompts = ragged(5, 1, 14)
+    wanted = [model(row[None])[0] for row in prompts]
+    idx, padding = aligned(prompts, "cpu")
+    pad = torch.tensor(padding)
+    other = torch.where(torch.arange(14) < pad[:, None], 60, idx)
+    cache, cuts = KVCache(model, 3, 16), (0, 6, 7, 14)
+    pieces = [model(idx[:, a:b], cache=cache, pad=pad) for a, b in pairwise(cuts)]
+    found = [model(idx, pad=pad), model(other, pad=pad), torch.cat(pieces, 1)]
+    for logits in found:
+        assert logits.isfinite().all()
+        for row, (n, own) in enumerate(zip(padding, wanted, strict=True)):
+            assert scale_of_difference(logits[row, n:], own) <= EXACT
+
+
+def test_rows_of_one_length_need_no_mask(monkeypatch):
+    """So they are computed as without padding, to the bit; a ragged batch whose contexts become equally long
+    is computed so from there on."""
+    model, idx = tiny("coupled", std=0.5).eval(), tokens(2, 5)
+    wanted, asked, forward = model.generate(idx, 20, temperature=0), [], Transformer.forward
+
+    def watched(*args, pad=None, **how):
+        asked.append(pad)
+        return forward(*args, pad=pad, **how)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    assert torch.equal(torch.stack(model.generate(list(idx), 20, temperature=0)), wanted)
+    assert asked == [None] * 20
+    asked.clear()
+    model.generate(ragged(18, 20), 5, temperature=0)
+    assert asked == [None] * 5
+    model.generate(ragged(2, 3), 1, temperature=0)
+    assert asked[-1].tolist() == [1, 0]
+
+
+@pytest.mark.slow
+def test_compiled_generation_from_several_lengths_says_the_same():
+    model, prompts = tiny("coupled", dtype=torch.float32, std=0.5), ragged(5, 1, 9)
+    compiled, eager = (model.generate(prompts, 12, temperature=0, compile=c) for c in (True, False))
+    assert all(map(torch.equal, compiled, eager))
+
+
+def test_rows_stop_and_are_drawn_together():
+    model, prompts = tiny(std=0.3, tie_embeddings=False), ragged(3, 7)
+    free = model.generate(prompts, 24, temperature=0)
+    stop = free[0][3 + 2].item()  # the third that the first row says
+    new = [text[len(row) :].tolist() for text, row in zip(free, prompts, strict=True)]
+    firsts = [row.index(stop) if stop in row else 23 for row in new]
+    stopped = model.generate(prompts, 24, temperature=0, stop_id=stop)
+    for text, row, said, first in zip(stopped, prompts, new, firsts, strict=True):
+        assert text[len(row) :].tolist() == said[: first + 1] + [stop] * (max(firsts) - first)
+    first, again, other = (model.generate(prompts, 20, seed=seed) for seed in (5, 5, 6))
+    assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("prompts", [[], [[1, 2], []], torch.zeros(2, 0, dtype=torch.long), [tokens(1, 3)]])
+def test_a_prompt_without_ids_is_refused(prompts):
+    with pytest.raises(ModelError) as e:
+        tiny().generate(prompts, 3)
+    assert "at least one id" in one_line(e)
+
+
+@every_variant
+def test_under_autocast_the_cache_holds_what_attention_reads(variant):
+    """Logits through the cache are those of one pass, to bfloat16's three digits."""
+    model, idx = tiny(variant, dtype=torch.float32, n_kv_head=2, qk_norm=True).eval(), tokens(2, 16)
+    exact = model(idx)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = KVCache(model, 2, 16)
+        pieces = [
+            model(idx[:, :5], cache=cache),
+            model(idx[:, 5:6], cache=cache),
+            model(idx[:, 6:], cache=cache),
+        ]
+        assert cache.k[0].dtype == torch.bfloat16
+        assert scale_of_difference(torch.cat(pieces, 1).float(), model(idx).float()) < 0.1
+        assert scale_of_difference(torch.cat(pieces, 1).float(), exact) < 0.1
+        for prompts in (idx, ragged(2, 5)):
+            assert len(model.generate(prompts, 20, temperature=0)) == 2
+
+
+def test_an_error_leaves_the_mode_as_it_was():
+    for training in (True, False):
+        model = tiny().train(training)
+        with pytest.raises(IndexError):
+            model.generate(torch.tensor([[61]]), 3)  # one id more than there are
+        assert model.training is training and model.blocks[0].training is training
+
+
+def test_a_context_of_one_token_sees_that_one():
+    model = tiny(block_size=1, std=0.5).eval()
+    wanted = text = tokens(1, 3)
+    with torch.no_grad():
+        for _ in range(6):
+            text = torch.cat((text, model(text[:, -1:])[:, -1].argmax(-1, keepdim=True)), 1)
+    assert not torch.equal(text[:, :3], text[:, 3:6]) and torch.equal(wanted, text[:, :3])
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(wanted, 6, temperature=0, use_cache=use_cache), text)
+        assert torch.equal(model.generate(list(wanted), 6, temperature=0, use_cache=use_cache)[0], text[0])
+
+
+def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):
+    run, asked, generate = tmp_path / "run", [], Transformer.generate
+    train(*flags(run, corpus, max_iters=2, taper="none", aux_weight=0.0, gate_end=2))
+
+    def watched(model, prompts, *args, **how):
+        asked.append(prompts)
+        return generate(model, prompts, *args, **how)
+
+    monkeypatch.setattr(Transformer, "generate", watched)
+    capsys.readouterr()
+    said = []
+    for seed in (1, 1, 2):
+        argv = ("--prompt=def ", "--num_samples=3", "--max_new_tokens=8", f"--seed={seed}")
+        train(run, *argv, program="sample.py")
+        said.append(capsys.readouterr().out)
+    assert [prompts.shape[0] for prompts in asked] == [3] * 3
+    samples = said[0].split("-" * 40 + "\n")
+    assert len(set(samples)) == 3 and all(sample.startswith("def ") for sample in samples)
+    assert said[0] == said[1] != said[2]
+    assert Sample().device == "auto"
