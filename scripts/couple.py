@@ -18,12 +18,14 @@ folder: model.pt, the tokenizer, couple.md with the same tables, couple.json wit
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,10 +37,10 @@ from data.tokenizer import load_tokenizer
 from forms import config_of
 from model import RMSNorm, Transformer
 from nanonorm.cli import parse
-from nanonorm.divergence import Divergence, divergence
+from nanonorm.divergence import Divergence, divergences
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, write_file
-from nanonorm.machine import pick_device
+from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
 from nanonorm.typed import Count, Positive, Whole
 from scripts.convert import whole_folder
@@ -151,18 +153,36 @@ def plain(file: dict, path: Path) -> Transformer:
     return begun_from(file, config, path)
 
 
-def compare(file: dict, path: Path, growth, cfg: Couple, keep: int, val, device) -> dict:
-    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val`."""
-    before, found = plain(file, path).to(device), {}
+@contextmanager
+def progress(label: str, networks: list[Transformer], tokens: int):
+    """A bar that moves with every batch that one of `networks` reads."""
+    with tqdm(total=tokens, desc=label, unit="token", unit_scale=True, disable=None) as bar:
+
+        def has_read(network, args, out):
+            bar.update(args[0].numel())
+
+        hooks = [network.register_forward_hook(has_read) for network in networks]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, keep: int, val) -> dict:
+    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val`.
+    before: the original, which runs once."""
+    device = before.tok_emb.weight.device
     T = min(cfg.window, before.config.block_size, len(val) - 1)
     x, y = windows(val, spread_starts(len(val), T, cfg.compared), T, device)
     kept = sorted({k for k in (*KEPT, keep) if k < len(growth)})
-    for k in kept:
-        for alpha in dict.fromkeys(("none", "mean", "layer", cfg.alpha)):
-            alphas = alphas_of(growth, k, alpha)
-            after = coupled(file, path, k, alphas).to(device)
-            found[k, alpha] = alphas, divergence(before, after, zip(x.split(1), y.split(1), strict=True))
-    return found
+    ways = dict.fromkeys(("none", "mean", "layer", cfg.alpha))
+    choices = {(k, alpha): alphas_of(growth, k, alpha) for k in kept for alpha in ways}
+    afters = [coupled(file, path, k, alphas).to(device) for (k, _), alphas in choices.items()]
+    for after in afters:
+        after.rope = before.rope  # of a long context the largest tensor that they do not share
+    pairs = list(zip(x.split(1), y.split(1), strict=True))
+    with progress("comparing", [before, *afters], x.numel() * (1 + len(afters))):
+        found = divergences(before, afters, pairs)
+    return {choice: (choices[choice], d) for choice, d in zip(choices, found, strict=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -237,6 +257,7 @@ def main():
     if len(words) != 1 or cfg.out is None or cfg.data is None:
         example = "python scripts/couple.py PATH --data=tinystories --out=DIR"
         raise BadInput(f"name a network, a prepared corpus and a folder to make: {example}")
+    keep_freed_memory()
     device = pick_device(cfg.device)
     file, path = given_weights(words[0])
     base = config_of(file, path)
@@ -252,7 +273,8 @@ def main():
         starts = spread_starts(len(train), T, cfg.tokens)
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
-        rms = stream_rms(network, batches)
+        with progress("measuring", [network], count * T):
+            rms = stream_rms(network, batches)
         growth = growth_of(rms)
         proposed = proposed_keep(growth)
         keep = proposed if cfg.keep == "auto" else cfg.keep
@@ -260,7 +282,7 @@ def main():
             raise BadInput(f"keep={keep} leaves none of the {len(growth)} blocks of {path} to couple")
         said = f"{count} x {T} tokens of {corpus['source']}. Proposed: the first {proposed} blocks are kept"
         said += f" and alpha is {growth[proposed:].mean():.4f}, the mean over the others."
-        found = compare(file, path, growth, cfg, keep, torch.from_numpy(val), device)
+        found = compare(file, path, network, growth, cfg, keep, torch.from_numpy(val))
         tables = [rms_table(rms, growth), said, choices_table(found, (keep, cfg.alpha))]
         original = next(iter(found.values()))[1].before
         tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")

@@ -1,10 +1,12 @@
 """CoupledNorm for networks that are trained already: calibrated, written, folded, decoded."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import torch
 from conftest import scale_of_difference, tiny, tokens
 from running import flags, refused, train
 from test_distill import every_family, student_of, teacher_of
+from tqdm import tqdm
 
 from forms import fold, load_model
-from model import CoupledBlock
+from model import CoupledBlock, Transformer
+from nanonorm.divergence import divergence, divergences
 from nanonorm.files import ROOT
 from nanonorm.generation import KVCache
 from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
@@ -143,6 +147,49 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
         capsys, tmp_path / "layernorm.pt", *argv[1:], f"--out={tmp_path / 'x'}", program=couple[0]
     )
     assert json.loads((base / "config.json").read_text())["norm"] == "rmsnorm"
+
+
+def test_the_original_is_run_once(corpus, tmp_path, capsys, monkeypatch):
+    """Of all choices together: it reads the measured tokens, then the compared ones, each once; so does what
+    every choice makes of it read those that are compared. The bars, which count tokens, end at their ends."""
+    base, read, bars = tmp_path / "run", Counter(), []
+    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=2, n_layer=3, gate_end=2))
+    forward = Transformer.forward
+
+    def watched(model, idx, *args, **how):
+        read[model.config.norm] += idx.numel()
+        return forward(model, idx, *args, **how)
+
+    class Bar(tqdm):
+        def __init__(self, **how):
+            super().__init__(**{**how, "disable": False, "file": io.StringIO()})
+
+        def close(self):
+            bars.append((self.desc, self.n, self.total))
+            super().close()
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    sizes = ("--tokens=320", "--window=32", "--compared=64", "--keep=1")
+    train(base, f"--data={corpus}", f"--out={tmp_path / 'out'}", *sizes, program="scripts/couple.py")
+    choices = len(json.loads((tmp_path / "out/couple.json").read_text())["choices"])
+    assert choices == 9 and read == {"rmsnorm": 320 + 64, "coupled": 64 * choices}
+    assert set(bars) == {("measuring", 320, 320), ("comparing", 64 * 10, 64 * 10)}
+
+
+def test_divergences_are_those_of_one_pair_after_another():
+    """As the definition has them, in float64."""
+    before, afters = tiny().eval(), [tiny(seed=seed).eval() for seed in (1, 2)]
+    pairs = [(tokens(2, 16, seed=i), tokens(2, 16, seed=9 + i)) for i in range(3)]
+    found = divergences(before, afters, pairs)
+    assert found == [divergence(before, after, pairs) for after in afters]
+    x, y = (torch.cat(part) for part in zip(*pairs, strict=True))
+    with torch.no_grad():
+        old, *new = (model(x).log_softmax(-1) for model in (before, *afters))
+    for d, log_q in zip(found, new, strict=True):
+        costs = [-log_p.gather(2, y[..., None]).mean().item() for log_p in (old, log_q)]
+        kl = (old.exp() * (old - log_q)).sum(-1).mean().item()
+        assert d == pytest.approx((*costs, kl), rel=1e-5)  # float32
 
 
 @pytest.mark.slow
