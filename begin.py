@@ -1,14 +1,20 @@
 """What a run trains: new weights, those of a file, or a student beside its teacher; and, in words, how far
-that is from what it began with."""
+that is from what it began with.
+
+A file may hold any form of a network. With all its norms it begins as a plain one, which may be given other
+norms and a taper. Where a taper is over, or an export has taken norms away, the network goes on in the form
+that it has: what is gone stays gone, and nothing is calibrated or gated.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from config import begun_as
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from forms import config_of, from_file, skeleton
+from forms import config_of, from_file, skeleton, unfuse
 from model import ROTARY_ANGLES, ModelConfig, Transformer
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
@@ -20,17 +26,18 @@ from nanonorm.machine import versions
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
 
-def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype) -> Transformer | Distilled:
-    """What a step trains, on the CPU: the network, or with a teacher the two. Raises: BadInput."""
+def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype):
+    """(the Transformer that trains, the module that is called for its losses), on the CPU: one and the same,
+    or with a teacher a Distilled of the two networks. Raises: BadInput."""
     cfg, wide = start.settings, torch.promote_types(dtype, torch.float32)
     teacher = make_teacher(start)
     model = make_model(start, corpus, data_folder)
     model.end_token = corpus.get("end_token_id")
     if teacher is None:
-        return model.to(wide)
-    origin = teacher.meta["origin"]
-    if start.source is None and str(start.given) != origin["path"]:
-        refuse_other_tokens(corpus, data_folder, teacher.meta.get("corpus", {}), Path(origin["path"]))
+        return model.to(wide), model
+    teacher_id = teacher.meta["id"]
+    if start.source is None and str(start.given) != teacher_id["path"]:
+        refuse_other_tokens(corpus, data_folder, teacher.meta.get("corpus", {}), Path(teacher_id["path"]))
     if model.config.vocab_size != teacher.config.vocab_size:
         sizes = f"{model.config.vocab_size} token ids, {cfg.teacher} {teacher.config.vocab_size}"
         raise BadInput(f"the student has {sizes}; a teacher and its student need the same")
@@ -45,7 +52,7 @@ def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype) -> Tr
         put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
         if start.source is not None:
             load_adapters(model, start.file.get("adapters"), start.source)
-    return Distilled(model, teacher, origin, cfg.ce_weight, cfg.kl_weight)
+    return model, Distilled(model, teacher, teacher_id, cfg.ce_weight, cfg.kl_weight)
 
 
 def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
@@ -81,17 +88,14 @@ def make_teacher(start: Beginning) -> Transformer | None:
         return None
     file, path = given_weights(cfg.teacher)
     refuse_to_write_over(path, cfg.out_dir)
-    base, (phase, _) = config_of(file, path), phase_and_gates(file, path)
-    as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
-    if not as_trained or (base.taper != "none" and phase != "norm"):
-        raise BadInput(f"{path} is folded or has begun to taper; a teacher is a network with all its norms")
-    if base.block_size < cfg.block_size:
-        raise BadInput(f"block_size={cfg.block_size} is longer than the {base.block_size} of {path}")
+    longest = config_of(file, path).block_size
+    if longest < cfg.block_size:
+        raise BadInput(f"block_size={cfg.block_size} is longer than the {longest} of {path}")
     teacher = untapered(file, path, cfg.block_size)
-    teacher.meta["origin"] = origin = {"path": str(path), "sha256": fingerprint(file["state"])}
+    teacher.meta["id"] = {"path": str(path), "sha256": fingerprint(file["state"])}
     if start.source is not None:
         recorded = start.file["meta"].get("teacher")
-        if not isinstance(recorded, dict) or recorded.get("sha256") != origin["sha256"]:
+        if not isinstance(recorded, dict) or recorded.get("sha256") != teacher.meta["id"]["sha256"]:
             began = f"is not the teacher that the run in {cfg.out_dir} began with"
             raise BadInput(f"{path} {began}; name that one with --teacher=")
         if "adapters" in start.file:
@@ -103,9 +107,12 @@ TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "tar
 
 
 def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
-    """The network of `file` with the norm, taper, dropout and (shorter) context of `config`: nothing tapered
-    and nothing calibrated yet. Its tensors are the file's own. Raises: ModelError."""
-    wanted = skeleton(config, path).state_dict()
+    """The network of `file` with the norm, taper, dropout, anchor and (shorter) context of `config`, in its
+    form: with its norms, nothing tapered and nothing calibrated yet; a taper that is over as `unfused`. Its
+    tensors are the file's own. Raises: ModelError."""
+    if config.form == "unfused" and config_of(file, path).form == "trained":
+        file = unfuse(from_file(file, path)).to_file(file["meta"])
+    wanted = skeleton(config, path, trains=True).state_dict()
     state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
@@ -115,16 +122,19 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     if "pos_emb.weight" in wanted:
         state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
     meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
-    return from_file({"config": asdict(config), "state": state, "meta": meta}, path)
+    begun = {"config": asdict(config), "state": state, "meta": meta, "run": {}}  # run: as a checkpoint's
+    return from_file(begun, path)
 
 
 def untapered(file: dict, path, block_size: int) -> Transformer:
-    """The network of a file with its plain norms, and a context of `block_size` at most its own."""
-    plain = {"form": "trained", **off(ModelConfig, "taper", "aux_weight")}
-    return begun_from(file, replace(config_of(file, path), **plain, block_size=block_size), path)
+    """The network of a file with its plain norms, or without those that are gone, and a context of
+    `block_size` at most its own. Raises: BadInput in the middle of a taper; ModelError."""
+    base = begun_as(config_of(file, path), *phase_and_gates(file, path), path)
+    choices = ("taper", "aux_weight") if base.form == "trained" else ("aux_weight",)
+    return begun_from(file, replace(base, **off(ModelConfig, *choices), block_size=block_size), path)
 
 
-def origin_of(model: Transformer | Distilled, corpus: dict, device, dtype, ranks: int) -> dict:
+def provenance(model: Transformer, corpus: dict, device, dtype, ranks: int) -> dict:
     """What a run's files say of where they come from: the text, the versions, and what the weights were."""
     code = versions(device) | {"dtype": str(dtype).removeprefix("torch."), "ranks": ranks}
     code |= {"rotary angles": ROTARY_ANGLES} if model.config.positions == "rope" else {}
@@ -151,13 +161,15 @@ def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
     return [f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]
 
 
-def distance_of(model: Transformer | Distilled, start: Beginning, val_tokens, device, autocast) -> list[str]:
-    """How far a student that begins is from its teacher; nothing of any other network."""
+def distance_of(pair: Distilled, start: Beginning, val_tokens, device, autocast) -> list[str]:
+    """How far a student that begins is from its teacher, its norms on as they are then; nothing of any other
+    network."""
     if start.settings.teacher is None or start.source is not None:
         return []
-    x, y = (t.to(device) for t in few_windows(val_tokens, model.config))
-    model.eval()
-    with autocast:
-        found = divergence(model.teacher, model, zip(x.split(1), y.split(1), strict=True))
-    model.train()
+    student = pair.student.eval()
+    torch.nn.ModuleList(student.taper_norms().values()).train()
+    x, y = (t.to(device) for t in few_windows(val_tokens, student.config))
+    with autocast, torch.compiler.set_stance("force_eager"):  # blocks are compiled for training alone
+        found = divergence(pair.teacher, student, zip(x.split(1), y.split(1), strict=True))
+    pair.train()
     return [f"from teacher to student: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]

@@ -367,6 +367,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     rivals = ["unfused", "folded"]
     if not NORMS[shape.norm].tapers:
         rivals = [name for name in VARIANTS if name.startswith(shape.norm)]
+    if shape.form in ("folded", "weightless"):  # its other forms are gone
+        rivals = [name for name in rivals if VARIANTS[name][2] == shape.form]
     runtimes = ("eager", "compiled", "graph") if gpu else ("eager",)
     k.variants = tuple(dict.fromkeys(k.variants or ("baseline", "weightless", *rivals)))
     k.runtimes = tuple(dict.fromkeys(k.runtimes or runtimes))

@@ -197,7 +197,12 @@ def unfuse(model: Transformer) -> Transformer:
 
 
 def export_files(config: ModelConfig) -> dict[str, str]:
-    """{file name: form} that a finished run writes: two where folding changes the network, else one."""
+    """{file name: form} that a finished run writes: two where folding changes the network, else one. What a
+    run began with as a folded or weightless network stays one."""
+    if config.form == "folded":
+        return {"folded.pt": "folded"}
+    if config.form == "weightless":
+        return {"model.pt": "weightless"}
     changes = config.taper != "none" or NORMS[config.norm].changes
     return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "unfused"}
 
@@ -283,7 +288,7 @@ def load_model(path, device="cpu") -> Transformer:
 def from_file(file: dict, path="file") -> Transformer:
     """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
     config, (phase, gates) = config_of(file, path), phase_and_gates(file, path)
-    model = skeleton(config, path)
+    model = skeleton(config, path, trains="run" in file)
     if len(gates) not in (1, len(model.gate)):
         said = f"{path} does not fit its config: {len(gates)} gates"
         raise ModelError(f"{said} in place of {len(model.gate)}")
@@ -313,10 +318,14 @@ def config_of(file: dict, path) -> ModelConfig:
     return config
 
 
-def skeleton(config: ModelConfig, path) -> Transformer:
-    """A model without values, on the meta device. Raises: ModelError if no memory could hold it."""
+def skeleton(config: ModelConfig, path, trains: bool = False) -> Transformer:
+    """A model without values, on the meta device. One that `trains`, as a checkpoint's does, has its anchor
+    in every form; an export has none. Raises: ModelError if no memory could hold it."""
     try:
         with torch.device("meta"):
-            return FORMS[config.form](Transformer(replace(config, form="trained")))
+            trained = Transformer(replace(config, form="trained"))
+            model = FORMS[config.form](trained)
+            model.anchor = trained.anchor if trains or config.form == "trained" else None
+            return model
     except RuntimeError as e:
         raise ModelError(f"{path} holds a config that this version cannot use: {e}") from None

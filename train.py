@@ -24,29 +24,29 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from begin import change_of, distance_of, make_trained, origin_of
+from begin import change_of, distance_of, make_trained, provenance
 from config import Config
 from data import corpus_folder, open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from forms import export_files, proved
-from model import Transformer
+from model import Block, Transformer
+from nanonorm.adapters import learning
 from nanonorm.cli import parse
-from nanonorm.distill import Distilled
 from nanonorm.errors import one_line_errors
 from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
-from nanonorm.run import Beginning, RunFolder, begin, restore
+from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
 from nanonorm.scale import diagnostics
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
 @torch.no_grad()
-def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> list[float]:
+def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> list[float]:
     """Means of the losses named in `of`, nats per token, over the whole split in order, every token but the
-    first predicted once."""
+    first predicted once. module: called for losses, as Step's is."""
     T, n = cfg.block_size, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
@@ -54,8 +54,8 @@ def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> 
         batches.append((np.array([n - n % T]), n % T))
     totals = torch.zeros(len(of), dtype=widest_float(device), device=device)
     for first, length in batches[ranks.rank :: ranks.size]:
-        with autocast:
-            losses = model(*windows(tokens, first, length, device))
+        with autocast, torch.compiler.set_stance("force_eager"):  # blocks are compiled for training alone
+            losses = module(*windows(tokens, first, length, device))
         found = torch.stack([getattr(losses, name) for name in of])
         totals += found.to(totals.dtype) * (len(first) * length)
     ranks.sum(totals)
@@ -69,13 +69,19 @@ def validate(model, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> 
 class Step:
     """Forward, backward, statistics, clipping, AdamW: `step.at(k); step(x, y)` is optimizer step k of a run.
 
-    Nothing in it waits for the device, except where AdamW is not fused. `totals` sums ce, aux and 1 over
+    Nothing in it waits for the device, except where AdamW is not fused. `totals` sums `losses` and 1 over
     micro-batches until they are read. A step whose loss or gradient is not finite updates nothing, nor does
     any later one; `check` finds out.
+
+    model: the network that trains; of it `learns`, by name: its adapters, or without any all; module: what is
+    called for the losses of a micro-batch, a Distilled around the model or the model itself. `forward` is the
+    module as it is called in training: compiled, and under DDP.
     """
 
-    def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype: torch.dtype, ranks):
+    def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype, ranks, module=None):
         self.model, self.cfg, self.ranks = model, cfg, ranks
+        self.module, self.learns = model if module is None else module, learning(model)
+        self.losses = ("total", "ce", "aux") if module in (None, model) else ("total", "ce", "aux", "kl")
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.size
         model.mask_end, model.grad_checkpoint = cfg.mask_end, cfg.grad_checkpoint
         self.drop_steps = None  # the step at which each gate falls, where they fall one by one
@@ -83,10 +89,13 @@ class Step:
             self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
         self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
         compiles = device.type == "cuda" if cfg.compile is None else cfg.compile
-        self.forward = torch.compile(model) if compiles else model
-        self.optimizer = make_optimizer(model, cfg, device)
+        self.forward = torch.compile(self.module) if compiles is True else self.module
+        for block in self.module.modules() if compiles == "regional" else ():
+            if isinstance(block, Block):
+                block.compile()
+        self.optimizer = make_optimizer(list(self.learns.values()), cfg, device)
         self.fused = self.optimizer.defaults["fused"]
-        self.totals = torch.zeros(3, dtype=widest_float(device), device=device)
+        self.totals = torch.zeros(len(self.losses) + 1, dtype=widest_float(device), device=device)
         self.number = torch.zeros((), dtype=torch.long, device=device)
         self.bad_step = torch.full_like(self.number, cfg.max_iters)  # the first that was not finite
         self.enter(model.phase)
@@ -94,13 +103,16 @@ class Step:
     def enter(self, phase: str):
         """Begin a phase. DDP fixes the trainable parameters and a graph its kernels: both are made anew."""
         self.model.set_phase(phase)
-        self.wrapped = self.forward
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(p.requires_grad and name in self.learns)
+        self.trained = {name: p for name, p in self.learns.items() if p.requires_grad}
         if self.ranks.size > 1:
+            wrapped = isinstance(self.forward, DistributedDataParallel)  # for the phase before
+            single = self.forward.module if wrapped else self.forward
             # a warning that broadcast_buffers has another name now
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                self.wrapped = DistributedDataParallel(self.forward, broadcast_buffers=False)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.update = Replayed(self.once) if self.cfg.cuda_graph else self.once
+                self.forward = DistributedDataParallel(single, broadcast_buffers=False)
+        self.graph = Replayed(self.update) if self.cfg.cuda_graph else None
 
     def at(self, step: int):
         """Set a step's phase, gates and learning rate. Raises: ModelError if there is nothing to calibrate
@@ -134,18 +146,20 @@ class Step:
         """x, y: inputs and targets (micro_steps, B, T). Returns, and keeps as `last`, the final norm's
         input in the last micro-batch (B, T, D) and the gradient norms of `trained` before clipping
         (len(trained))."""
-        self.last = self.update(x, y)
+        run = self.update if self.graph is None else self.graph
+        self.last = run(x, y)
         return self.last
 
-    def once(self, x, y):
+    def update(self, x, y):
         for micro in range(self.micro_steps):
             if self.ranks.size > 1:
-                self.wrapped.require_backward_grad_sync = micro == self.micro_steps - 1
+                self.forward.require_backward_grad_sync = micro == self.micro_steps - 1
             self.seed_dropout(self.at_step, micro)
             with self.autocast:
-                losses = self.wrapped(x[micro], y[micro])
+                losses = self.forward(x[micro], y[micro])
             (losses.total / self.micro_steps).backward()
-            sums = torch.stack((losses.ce, losses.aux, torch.ones_like(losses.ce)))
+            found = [getattr(losses, name).detach() for name in self.losses]
+            sums = torch.stack((*found, torch.ones_like(losses.ce)))
             self.totals.add_(sums.to(self.totals.dtype))
         self.model.update_statistics(self.ranks.sum)
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.trained.values()]))
@@ -162,11 +176,12 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return losses.stream, norms
 
-    def restore(self, start: Beginning):
+    def resume(self, start: Beginning):
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
-        restore(self.optimizer, start.file, start.source)
+        load_optimizer(self.optimizer, start.file, start.source)
+        sums = sums_of(start.progress, self.losses, start.source)
         if self.ranks.main:
-            self.totals += start.progress.totals.to(self.totals.device)
+            self.totals += sums.to(self.totals.device)
 
     def gather_totals(self):
         """Give the main rank everyone's sums; the others begin anew."""
@@ -192,10 +207,10 @@ class Step:
         bad = self.first_bad()
         if bad is not None:
             self.set_gate(bad)
-            self.update = self.last = None  # a graph keeps the memory of a whole step
-            where = first_nonfinite(self.model, self.with_masks(batch_of(bad), bad), self.autocast)
+            self.graph = self.last = None  # a graph keeps the memory of a whole step
+            where = first_nonfinite(self.module, self.with_masks(batch_of(bad), bad), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
-        for name, p in self.model.named_parameters() if weights else ():
+        for name, p in self.learns.items() if weights else ():
             if not torch.isfinite(p).all():
                 step = self.number.item()
                 raise SystemExit(f"train.py: step {step}: its update left {name} non-finite; {remedy}")
@@ -206,17 +221,20 @@ class Step:
 
 
 def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[str, float]:
-    """The metrics after `done` steps, by their names in wandb. Those of the stream are of the first rank's
-    last micro-batch, and they and the gradient of the weights before the step. peak: FLOP/s of the machine,
-    0 if not measured."""
+    """The metrics after `done` steps, by their names in wandb. train/loss is what steps minimize. It, ce, aux
+    and kl are means over micro-batches of what each has as the mean over the targets that it counts: not
+    those of -100, nor with mask_end the ends of texts. Metrics of the stream are of the first rank's last
+    micro-batch, and they and the gradient of the weights before the step. peak: FLOP/s of the machine, 0 if
+    not measured."""
     model, totals, (stream, norms) = step.model, step.totals, step.last
     step.ranks.sum(totals)
-    ce, aux, n = totals.tolist()
+    *sums, n = totals.tolist()
     totals.zero_()
     s, l2 = diagnostics(model, stream)
     mfu = tokens_per_s * flops_per_token(model) / peak if peak else 0.0
     line = grad_norms(list(step.trained), norms)
-    line |= {"train/loss": (ce + aux) / n, "train/ce": ce / n, "train/aux": aux / n}
+    means = {name: total / n for name, total in zip(step.losses, sums, strict=True)}
+    line |= {"train/loss": means.pop("total"), **{f"train/{name}": mean for name, mean in means.items()}}
     line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}
     line |= {"perf/tok_s": tokens_per_s, "perf/mfu": mfu}
     if model.anchor is not None:
@@ -230,18 +248,18 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
 
 def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str, float]:
     """The validation split's loss at gate 0, in nats a token and bits a byte, and at the current gate."""
-    model, rest = step.model, (tokens, step.cfg, device, step.autocast, step.ranks)
-    model.eval()
-    of = ("ce", "kl") if isinstance(model, Distilled) else ("ce",)
-    found, norms = dict(zip(of, validate(model, *rest, of=of), strict=True)), model.taper_norms()
+    module, rest = step.module, (tokens, step.cfg, device, step.autocast, step.ranks)
+    module.eval()
+    of = tuple(name for name in ("ce", "kl") if name in step.losses)
+    found, norms = dict(zip(of, validate(module, *rest, of=of), strict=True)), step.model.taper_norms()
     loss = found["ce"]
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
     if "kl" in found:
         line["val/kl"] = found["kl"]
     if norms:
         torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
-        line["val/loss_gated"] = validate(model, *rest)[0]
-    model.train()
+        line["val/loss_gated"] = validate(module, *rest)[0]
+    module.train()
     return line
 
 
@@ -249,17 +267,17 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
 # a run
 
 
-def export_all(model: Transformer | Distilled, folder: RunFolder, val_tokens, meta: dict):
+def export_all(model: Transformer, module, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
-    model.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
+    module.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
     sample, _ = few_windows(val_tokens, model.config)
-    if isinstance(model, Distilled):
-        model, meta["merge_error"] = model.plain()
+    if module is not model:
+        model, meta["merge_error"] = module.plain()
         if meta["merge_error"]:
             print(f"adapters merged: at most {meta['merge_error']:.1e} of a layer's output off, in float64")
     for name, form in export_files(model.config).items():
         exported, errors = proved(model, form, sample)
-        folder.export(name, exported.to_file({**meta, "fold_error": errors}))
+        folder.write_export(name, exported.to_file({**meta, "fold_error": errors}))
 
 
 def main(held: ExitStack):
@@ -278,34 +296,34 @@ def main(held: ExitStack):
     data_folder = corpus_folder(cfg.dataset)
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    model = make_trained(start, corpus, data_folder, dtype)
+    model, module = make_trained(start, corpus, data_folder, dtype)
     notes = cfg.remarks()
     if ranks.main:
         notes += change_of(model, start, torch.from_numpy(val_tokens))
     train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
-    model.to(device).train()
-    step = Step(model, cfg, device, dtype, ranks)
+    module.to(device).train()
+    step = Step(model, cfg, device, dtype, ranks, module)
     if ranks.main:
-        notes += distance_of(model, start, val_tokens, device, step.autocast)
+        notes += distance_of(module, start, val_tokens, device, step.autocast)
     if start.source is not None:
-        step.restore(start)
+        step.resume(start)
     start.file = progress.totals = None  # frees the copies
 
     # --- run folder
     folder = RunFolder(start, ranks)
     folder.claim(held)
-    origin = origin_of(model, corpus, device, dtype, ranks.size)
+    origin = provenance(model, corpus, device, dtype, ranks.size)
     code = origin["versions"]
 
     def checkpoint():
         step.gather_totals()
-        folder.save(model, step.optimizer, step.totals, origin)
+        folder.save(module, model, step.optimizer, step.totals, origin)
 
     if progress.iter == 0:
         checkpoint()  # first of all files: from here on a killed run can be resumed
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() for p in step.learns.values())
     header = {"versions": code, "corpus": corpus, "parameters": size}
-    folder.begin_log(header, load_tokenizer(data_folder / corpus["tokenizer"]).files)
+    folder.open_log(header, load_tokenizer(data_folder / corpus["tokenizer"]).files)
     text = f"{corpus['train_tokens']:,} training tokens from {corpus['source']}"
     kind = f"{code['dtype']} on {code['processor']}"
     folder.announce(f"{size / 1e6:.2f} M parameters; {text}; {kind}; writing {folder.path}")
@@ -335,9 +353,9 @@ def main(held: ExitStack):
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
         # look, where it is time to
-        ends, boundary = k + 1 == cfg.max_iters, phase_at(k + 1, cfg) != model.phase
+        is_last, boundary = k + 1 == cfg.max_iters, phase_at(k + 1, cfg) != model.phase
         intervals = (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval)
-        logs, evals, saves = (ends or (k + 1) % n == 0 for n in intervals)
+        logs, evals, saves = (is_last or (k + 1) % n == 0 for n in intervals)
         if logs or evals or saves or boundary or stop:
             step.check(batch_of, remedy, weights=saves or bool(stop))
         step.set_gate(k + 1)  # a log line describes the model after its step
@@ -369,7 +387,7 @@ def main(held: ExitStack):
     # --- the exports
     if ranks.main:
         meta = {"iter": progress.iter, **origin, "run": asdict(cfg), **progress.val}
-        export_all(model, folder, val_tokens, meta)
+        export_all(model, module, folder, val_tokens, meta)
     folder.finish()
     ranks.close()
 

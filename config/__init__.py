@@ -10,23 +10,24 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from forms import config_of
-from model import ANCHOR, TAPER, ModelConfig, ModelKnobs
+from model import ANCHOR, ModelConfig, ModelKnobs
 from nanonorm.cli import parse, set_knob, split_row
 from nanonorm.errors import BadInput
 from nanonorm.files import folder_name, phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
-from nanonorm.schedules import check_gates, settle_gates
-from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes
+from nanonorm.schedules import check_gates, settle_gates, tapers
+from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
 # moved, and is recognized by its weights.
 AGAIN = Anew("resume")
-GATES = Needs("taper", TAPER.met)
-START = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
+GATES = Needs("taper", tapers)
+START = Needs("taper", lambda c: tapers(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
 TEACHER = Needs("teacher", lambda c: c.teacher is not None)
 ADAPTER = Needs("adapter", lambda c: c.adapter != "none")
 DECAY = Needs("decay_lr", lambda c: c.decay_lr)
+Form = hints(ModelConfig)["form"]
 Projection = Literal["qkv", "proj", "gate_up", "up", "down", "tok_emb", "lm_head"]  # the last two are refused
 Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
 
@@ -41,6 +42,7 @@ class Config(ModelKnobs):
     out_dir: Annotated[str | None, AGAIN] = None
     # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
     init_from: Annotated[str, AGAIN] = "scratch"
+    form: Annotated[Form, Since(3)] = "trained"  # of the network: as the weights have it, not to be set
     max_iters: Count = 10_000  # optimizer steps
     eval_interval: Annotated[Count, AGAIN] = 1000  # steps between passes over the validation split
     log_interval: Annotated[Count, AGAIN] = 10  # steps between log lines
@@ -98,7 +100,8 @@ class Config(ModelKnobs):
     )
     # bfloat16 is by autocast
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
-    compile: Annotated[bool | None, AGAIN] = None  # torch.compile the model; None: on a GPU yes, elsewhere no
+    # torch.compile the model, or "regional" each block by itself; None: on a GPU the model
+    compile: Annotated[bool | Literal["regional"] | None, AGAIN] = None
     # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
     cuda_graph: Annotated[bool, AGAIN, V2] = False
     # compute each block again in the backward, not keep it: memory for time
@@ -123,10 +126,25 @@ class Config(ModelKnobs):
             )
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
-        if self.taper != "none" or (self.aux_weight > 0 and self.anchor_target == "fixed"):
+        if tapers(self) or (self.aux_weight > 0 and self.anchor_target == "fixed"):
             check_gates(self)
+        self.check_form()
         self.resolve_distillation()
         return self
+
+    def check_form(self):
+        """Raises: BadInput for new weights in another form, and for what a folded coupled network cannot do:
+        it adds and multiplies by its matrices in one step, where neither dropout nor an adapter has a place.
+        """
+        if self.form != "trained" and self.init_from == "scratch":
+            raise BadInput(f"form={self.form} is not for new weights; leave it out, or name --init_from=PATH")
+        if self.norm != "coupled" or self.form not in ("folded", "weightless"):
+            return
+        for knob, without in (("dropout", 0.0), ("adapter", "none")):
+            if getattr(self, knob) != without:
+                where = f"has no place in a {self.form} coupled network"
+                remedy = f"use {knob}={without}, or start from the unfused.pt or the ckpt.pt of its run"
+                raise BadInput(f"{knob}={getattr(self, knob)} {where}; {remedy}")
 
     def resolve_distillation(self):
         """Fill in adapter_alpha. Raises: BadInput for a teacher or adapters that make no sense."""
@@ -141,10 +159,10 @@ class Config(ModelKnobs):
         if self.teacher is None:
             needs = "needs teacher=PATH: the weights that it adapts, and that a checkpoint leaves out"
             raise BadInput(f"adapter={self.adapter} {needs}")
-        if self.norm == "cbwc":
+        if self.norm == "cbwc" and self.form == "trained":
             centred = "centres the matrices that carry adapters, which would not merge"
             raise BadInput(f"norm=cbwc {centred}; use adapter=none, or norm=layernorm")
-        if self.calibration == "mean_scale":
+        if self.calibration == "mean_scale" and tapers(self):
             reads = "reads qkv in parts, beside its adapter; use calibration=least_squares, or adapter=none"
             raise BadInput(f"calibration=mean_scale {reads}")
 
@@ -172,7 +190,7 @@ class Config(ModelKnobs):
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""
         knobs = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelKnobs)}
         knobs["vocab_size"] = self.vocab_size or vocab_size or ModelConfig.vocab_size
-        return ModelConfig(**knobs)
+        return ModelConfig(**knobs, form=self.form)
 
     @classmethod
     def recorded(cls, settings: dict, where: str) -> "Config":
@@ -191,14 +209,18 @@ class Config(ModelKnobs):
         """The settings of a run that starts from the weights in `file`, not resolved yet: the architecture is
         theirs, but for what is named in `explicit` and free. Raises: BadInput, ModelError, naming what
         contradicts them."""
-        base, (phase, _) = config_of(file, where), phase_and_gates(file, where)
+        base = begun_as(config_of(file, where), *phase_and_gates(file, where), where)
         theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
-        as_trained = base.form == "trained" or (base.form == "unfused" and base.taper == "none")
-        if not as_trained:
-            raise BadInput(f"{where} is a {base.form} export; start from the run's ckpt.pt")
-        if base.taper != "none" and phase != "norm":
-            raise BadInput(f"{where} has begun to taper its norms; start from weights from before that")
-        for name in sorted(explicit & theirs.keys() - free_of_weights()):
+        theirs["form"] = base.form
+        free = free_of_weights()
+        if base.form != "trained":  # its norms are what they are
+            free = free - {"norm", "coupled_from_layer", *off(ModelKnobs, "taper")}
+            if "taper" in explicit and self.taper != "none":
+                gone = f"which is {base.form}: the norms that a fold takes are gone, and the rest stay"
+                remedy = "use taper=none, or start from weights from before the taper"
+                raise BadInput(f"taper={self.taper} cannot start from {where}, {gone}; {remedy}")
+            explicit = explicit - {"taper"}
+        for name in sorted(explicit & theirs.keys() - free):
             asked = getattr(self, name)
             if asked is not None and asked != theirs[name]:
                 raise BadInput(f"{name}={asked} contradicts {where}, which has {theirs[name]}; leave it out")
@@ -213,19 +235,21 @@ class Config(ModelKnobs):
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
         chosen = explicit & {"taper", "aux_weight", "norm"}  # what they bring with them is the run's as well
-        free = (explicit | set(off(ModelKnobs, *chosen))) & free_of_weights() | {"dropout"}
-        return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in free})
+        anew = (explicit | set(off(ModelKnobs, *chosen))) & free | {"dropout"}
+        return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in anew})
 
     def remarks(self) -> list[str]:
         """What someone who sets these knobs should know."""
         notes = []
-        if self.norm == "cbwc" and self.dropout:
+        if self.norm == "cbwc" and self.form in ("folded", "weightless"):
+            notes.append(f"cbwc, {self.form}, trains as RMSNorm: nothing centres its matrices any more")
+        elif self.norm == "cbwc" and self.dropout:
             notes.append("cbwc with dropout is not LayerNorm: dropout gives the stream a mean again")
         if self.gate_schedule == "sequential" and self.calibration == "least_squares":
             fixed = "least_squares fixes c and weight_tilde at gate_start, however late a norm goes"
             notes.append(f"{fixed}; with calibration=mean_scale they follow until then")
         by_ratio = max(1, round(self.gate_end_ratio * self.max_iters))
-        if self.taper != "none" and self.gate_end_ratio < 1 and self.gate_end != by_ratio:
+        if tapers(self) and self.gate_end_ratio < 1 and self.gate_end != by_ratio:
             who = "gate_gaps set" if self.gate_schedule == "sequential" else "the settings have"
             notes.append(f"{who} gate_end={self.gate_end}: gate_end_ratio={self.gate_end_ratio} is not read")
         return notes
@@ -237,6 +261,9 @@ class Config(ModelKnobs):
             asked, recorded = getattr(self, name), getattr(run, name)
             if asked is not None and asked != recorded:
                 remedy = "leave it out, or name another out_dir"
+                if name == "max_iters":
+                    begin = f"start a new run from the finished one with --init_from={self.out_dir}"
+                    remedy = f"to train on, {begin} and another --out_dir"
                 raise BadInput(
                     f"{name}={asked} differs from {recorded} of the run in {self.out_dir}; {remedy}"
                 )
@@ -245,6 +272,19 @@ class Config(ModelKnobs):
             raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
         anew = explicit & free_on_resume() - {"init_from"} | {"out_dir"}  # what it began with stays on record
         return dataclasses.replace(run, **{name: getattr(self, name) for name in anew}).resolve()
+
+
+def begun_as(base: ModelConfig, phase: str, gates: list[float], where: str) -> ModelConfig:
+    """The architecture that a run has, or a teacher, which begins as the network of a file: a taper that is
+    over is unfused, its norms being scalings. Raises: BadInput in the middle of a taper."""
+    if base.taper == "none" and base.form == "unfused":
+        return dataclasses.replace(base, form="trained")  # nothing was unfused
+    if base.taper == "none" or base.form != "trained" or phase == "norm":
+        return base
+    if max(gates) > 0:
+        middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
+        raise BadInput(f"{where} {middle}; start from weights from before or after it")
+    return dataclasses.replace(base, form="unfused")
 
 
 def free_on_resume() -> set[str]:

@@ -15,14 +15,20 @@ from nanonorm.files import check_state, is_plain
 from nanonorm.kernels import upcast
 
 ADAPTER = ".lora_"  # in the names of an adapter's tensors, and in no others
-HELD = {"qkv": 3, "gate_up": 2}  # projections in one matrix
-TOLERANCE = 1e-9  # of the merged layer's output, in float64: two orders of the same sums
+PROJECTIONS_IN = {"qkv": 3, "gate_up": 2}  # projections in one matrix
+MERGE_TOLERANCE = 1e-9  # of the merged layer's output, in float64: two orders of the same sums
 PROOF_TOKENS = 64
 
 
 def adapted(network: nn.Module) -> dict[str, nn.Module]:
     """Name -> layer, of those that carry an adapter."""
     return {name: m for name, m in network.named_modules() if hasattr(m, "lora_A")}
+
+
+def learning(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter, of those that learn: the adapters, or without any all."""
+    named = dict(network.named_parameters())
+    return {name: p for name, p in named.items() if ADAPTER in name} or named
 
 
 def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tuple[str, ...] | None = None):
@@ -48,7 +54,9 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
     odd = [name for name in chosen if type(linears[name]) is not nn.Linear]
     if odd:
         raise ModelError(f"{odd[0]} is centred in the forward pass and carries no adapter; use another norm")
-    ranks = {n: min(rank * HELD.get(target, 1), *linears[n].weight.shape) for n, target in chosen.items()}
+    ranks = {
+        n: min(rank * PROJECTIONS_IN.get(target, 1), *linears[n].weight.shape) for n, target in chosen.items()
+    }
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -86,7 +94,7 @@ def merge(network: nn.Module) -> float:
     and a fold scales columns, so this comes before it.
 
     Returns: the largest error of a layer in float64, relative to its largest output, on random inputs, which
-    show any difference of two linear maps. Raises: ModelError if that is above TOLERANCE.
+    show any difference of two linear maps. Raises: ModelError if that is above MERGE_TOLERANCE.
     """
     worst, rng = 0.0, torch.Generator().manual_seed(0)
     for name, layer in adapted(network).items():
@@ -96,7 +104,7 @@ def merge(network: nn.Module) -> float:
         exact.merge()
         after = exact.get_base_layer()(x)
         error = ((after - before).abs().max() / before.abs().max()).item()
-        if not error <= TOLERANCE:
+        if not error <= MERGE_TOLERANCE:
             raise ModelError(f"{name} with its adapter merged is off by {error:.1e}; not exported")
         worst = max(worst, error)
         linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")

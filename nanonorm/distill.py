@@ -4,17 +4,19 @@ Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
 """
 
 import hashlib
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanonorm.adapters import ADAPTER, merge
+from nanonorm.adapters import ADAPTER, adapted, merge
 from nanonorm.errors import BadInput
 from nanonorm.kernels import upcast
 
-PIECE = 1 << 25  # logits of a network held at a time: 128 MiB in float32
+LOGITS_AT_ONCE = 1 << 25  # of a network, held at a time: 128 MiB in float32
+NOT_COUNTED = -100  # a target that is none, as F.cross_entropy has it
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -23,11 +25,12 @@ PIECE = 1 << 25  # logits of a network held at a time: 128 MiB in float32
 
 def distill_loss(y, head, taught, teacher_head, targets, ce_weight: float, kl_weight: float):
     """(ce_weight * cross-entropy + kl_weight * KL(teacher || student), cross-entropy, KL), 0-dim means over
-    tokens in float32 or better, of which the first has a gradient, for the student alone.
+    the tokens that count, in float32 or better, of which the first has a gradient, for the student alone.
 
     y, taught: what the output heads of student and teacher read, (B, T, D) each, of which D may differ; head,
-    teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T). The temperature is 1.
-    Of the (N, V) logits no more than PIECE are ever held, nor their gradient.
+    teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T), of which -100 does not
+    count; of none that counts all is 0. The temperature is 1. Of the (N, V) logits no more than
+    LOGITS_AT_ONCE are ever held, nor their gradient.
     """
     teacher_head = (None if t is None else t.detach() for t in teacher_head)
     wants = torch.is_grad_enabled()
@@ -52,25 +55,30 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, weight, bias, taught, teacher_weight, teacher_bias, targets, weights, wants):
-        (ce_weight, kl_weight), n, wanted = weights, len(y), ctx.needs_input_grad[:3]
+        (ce_weight, kl_weight), wanted = weights, ctx.needs_input_grad[:3]
+        counts = (targets != NOT_COUNTED).unsqueeze(1)  # (N, 1)
+        n = counts.sum().clamp_min(1)
+        targets = targets.unsqueeze(1).where(counts, 0)
+        divisors = torch.where(counts, n, math.inf)  # of a token's gradient
         wide, sums = torch.promote_types(y.dtype, torch.float32), []
         grads = [
             torch.zeros_like(t, dtype=wide) if wants and asked else None
             for t, asked in zip((y, weight, bias), wanted, strict=True)
         ]
         of_y, of_weight, of_bias = grads
-        rows = max(1, PIECE // len(weight))
-        for at in (slice(i, i + rows) for i in range(0, n, rows)):
+        rows = max(1, LOGITS_AT_ONCE // len(weight))
+        for at in (slice(i, i + rows) for i in range(0, len(y), rows)):
             student = log_probabilities(y[at], weight, bias)
             teacher = log_probabilities(taught[at], teacher_weight, teacher_bias)
-            right = targets[at, None]
-            ce, p = -student.gather(1, right).sum(), teacher.exp()
-            sums.append(torch.stack((ce, teacher.sub_(student).mul_(p).sum())))
+            right, counted, p = targets[at], counts[at], teacher.exp()
+            ce = student.gather(1, right).neg()
+            kl = teacher.sub_(student).mul_(p).sum(1, keepdim=True)
+            sums.append(torch.stack([of_token.where(counted, 0).sum() for of_token in (ce, kl)]))
             if not wants:
                 continue
             of_logits = student.exp_().mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
             of_logits.scatter_add_(1, right, torch.full_like(right, -ce_weight, dtype=of_logits.dtype))
-            of_logits /= n
+            of_logits /= divisors[at]
             if of_y is not None:
                 of_y[at] = of_logits.to(weight.dtype) @ weight
             if of_weight is not None:
@@ -95,8 +103,9 @@ class Distillation(torch.autograd.Function):
 
 
 class TaughtLosses(NamedTuple):
-    """Of one batch, 0-dim: total = ce + aux is what a step minimizes; ce: the student's cross-entropy; kl: KL
-    to the teacher. stream: the input of the student's final norm (B, T, D), detached."""
+    """Of one batch, 0-dim: total = ce_weight ce + kl_weight kl + aux is what a step minimizes; ce: the
+    student's cross-entropy; kl: KL to the teacher; aux: the student's scale loss. stream: the input of its
+    final norm (B, T, D), detached."""
 
     total: torch.Tensor
     ce: torch.Tensor
@@ -106,64 +115,43 @@ class TaughtLosses(NamedTuple):
 
 
 class Distilled(nn.Module):
-    """A student that learns from a teacher, with the face of the student: what it lacks it asks the student.
+    """The losses of a student that learns from a teacher, each a model.Transformer.
 
-    Both are a model.Transformer. The parameters are those that learn: the adapters, or without any all of
-    the student's. The rest of an adapted student takes no gradient in any phase; it may be the teacher's own
-    parameters, and then both take the memory of one. `origin` {"path", "sha256"} names the teacher in files.
+    A student's frozen parameters may be the teacher's own, and then both take the memory of one. `teacher_id`
+    {"path", "sha256"} names the teacher in files.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module, origin: dict, ce_weight=0.0, kl_weight=1.0):
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, teacher_id: dict, ce_weight=0.0, kl_weight=1.0
+    ):
         super().__init__()
-        self.student, self.teacher, self.origin = student, teacher.requires_grad_(False).eval(), origin
+        self.student, self.teacher, self.teacher_id = (
+            student,
+            teacher.requires_grad_(False).eval(),
+            teacher_id,
+        )
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
-        self.adapted = any(ADAPTER in name for name, _ in student.named_parameters())
-        self.set_phase(student.phase)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("student"), name)
-
-    def __setattr__(self, name, value):
-        student = vars(self).get("_modules", {}).get("student")
-        of_student = student is not None and name in vars(student) and name not in vars(self)
-        setattr(student, name, value) if of_student else super().__setattr__(name, value)
-
-    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
-        for name, p in self.student.named_parameters(prefix, True, remove_duplicate) if recurse else ():
-            if not self.adapted or ADAPTER in name:
-                yield name, p
 
     def train(self, mode: bool = True):
         super().train(mode)
         self.teacher.eval()
         return self
 
-    def set_phase(self, phase: str):
-        self.student.set_phase(phase)
-        for name, p in self.student.named_parameters():
-            if self.adapted and ADAPTER not in name:
-                p.requires_grad_(False)
-
-    def forward(self, idx, targets=None, **more):
-        """idx, targets: (B, T). Returns the student's logits (B, T, V), or TaughtLosses."""
-        if targets is None:
-            return self.student(idx, **more)
+    def forward(self, idx, targets):
+        """(B, T) each -> TaughtLosses"""
         student, teacher = self.student, self.teacher
         with torch.no_grad():
             taught = teacher.norm_final(teacher.stream(idx))
         x = student.stream(idx)
         y, weights = student.norm_final(x), (self.ce_weight, self.kl_weight)
         loss, ce, kl = distill_loss(y, student.head(), taught, teacher.head(), targets, *weights)
-        total = student.losses(x, loss, idx).total
-        return TaughtLosses(total, ce, total.detach() - ce, x.detach(), kl)
+        total, _, aux, stream = student.losses(x, loss, idx)
+        return TaughtLosses(total, ce, aux, stream, kl)
 
     def to_file(self, meta: dict) -> dict:
         """What a checkpoint holds: of an adapted student what the teacher has not, the adapters apart."""
-        file = self.student.to_file(meta | {"teacher": self.origin})
-        if not self.adapted:
+        file = self.student.to_file(meta | {"teacher": self.teacher_id})
+        if not adapted(self.student):
             return file
         theirs = {id(p) for p in self.teacher.parameters()}
         left_out = {name for name, p in self.student.named_parameters() if id(p) in theirs}

@@ -11,11 +11,11 @@ KINDS = {  # of weights -> what their names begin with; a norm's gains and shift
 }  # fmt: skip
 
 
-def make_optimizer(model, cfg, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.AdamW:
     """AdamW, fused where that skips a bad step. Matrices decay; gains, shifts and scalars do not. cfg: a
     resolved config.Config."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    rest = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
     betas = (cfg.beta1, cfg.beta2)

@@ -65,8 +65,8 @@ def open_model(name: str | Path) -> tuple[dict, Path]:
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.shape != (3,) or not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise ValueError("should be three finite numbers")
+    if tensor.dim() != 1 or not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ValueError("should be finite numbers")
     return tensor
 
 
@@ -77,7 +77,7 @@ class Progress(Record):
 
     iter: Whole = 0  # steps done
     run_id: str  # of wandb
-    totals: Annotated[torch.Tensor, AfterValidator(sums)] | None = None  # since the last log line: ce, aux, 1
+    totals: Annotated[torch.Tensor, AfterValidator(sums)] | None = None  # of losses since the last log line
     val: dict[str, Any] = Field(default_factory=dict)  # what the last validation found
     logged: Whole = 0  # lines of the log
 
@@ -120,12 +120,28 @@ def read_progress(file: dict, source: Path) -> tuple[Progress, dict]:
     return progress, versions
 
 
+def sums_of(progress: Progress, names: tuple[str, ...], source: Path) -> torch.Tensor:
+    """The sums in a checkpoint, of the losses `names` and of 1. Earlier versions kept ce, aux and 1, and aux
+    was all that is added to ce: with a teacher KL as well. Raises: BadInput."""
+    found = progress.totals
+    if len(found) == 3:
+        ce, aux, n = found
+        if n and "kl" in names:
+            before = "was written between log lines by a version that kept no sum of KL"
+            raise BadInput(f"{source} {before}; go on with it until the next log line, or start anew")
+        kl = [torch.zeros_like(n)] if "kl" in names else []
+        found = torch.stack((ce + aux, ce, aux, *kl, n))
+    if len(found) != len(names) + 1:
+        raise damaged(source, f"it should have {len(names) + 1} sums, not {len(found)}")
+    return found
+
+
 def damaged(source: Path, reason: str) -> BadInput:
     remedy = "move it away to go on from another, or start anew in another out_dir"
     return BadInput(f"{source} is damaged ({reason:.200}); {remedy}")
 
 
-def restore(optimizer: torch.optim.Optimizer, file: dict, source: Path):
+def load_optimizer(optimizer: torch.optim.Optimizer, file: dict, source: Path):
     """Give AdamW the state that a checkpoint holds. Its first group is the one whose every parameter trains.
 
     Raises: BadInput for values no run could have written.
@@ -332,7 +348,7 @@ class RunFolder:
                 ) from None
 
     @by_main_rank
-    def begin_log(self, header: dict, tokenizer: dict[str, bytes]):
+    def open_log(self, header: dict, tokenizer: dict[str, bytes]):
         """Open the log, and write what goes with a run: its settings and its tokenizer's files. Raises:
         BadInput."""
         progress, settings = self.progress, asdict(self.settings)
@@ -386,19 +402,20 @@ class RunFolder:
         tqdm.write(f"step {self.progress.iter}: {message}")
 
     @by_main_rank
-    def save(self, model, optimizer, totals, meta: dict):
-        """Write ckpt.pt: everything that the next step depends on. The one before stays as ckpt.prev.pt."""
+    def save(self, module, model, optimizer, totals, meta: dict):
+        """Write ckpt.pt: everything that the next step depends on. The one before stays as ckpt.prev.pt.
+        module: what writes itself, the `model` that trains or a Distilled around it."""
         progress = self.progress
         if self.metrics is not None:
             self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
             progress.logged = self.metrics.logged
         meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.tolist(), **meta}
         kept = progress.model_dump() | {"totals": totals.cpu()}
-        file = model.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
+        file = module.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
         write_file(file | {"progress": kept}, self.newest, kept=self.previous)
 
     @by_main_rank
-    def export(self, name: str, file: dict):
+    def write_export(self, name: str, file: dict):
         """Write an export, whose meta holds its fold_error."""
         write_file(file, self.path / name)
         self.exported[name] = file["meta"]["fold_error"]

@@ -29,6 +29,11 @@ def phase_at(step: int, cfg) -> str:
     return "blend" if step < cfg.gate_end else "scale"
 
 
+def tapers(cfg) -> bool:
+    """Whether norms taper in a run: in one that begins from a finished taper or an export none does."""
+    return cfg.taper != "none" and cfg.form == "trained"
+
+
 CURVES = {  # gate_schedule -> the gate after `done` of `steps`, where all gates go down alike
     "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * done / steps)),
     "linear": lambda done, steps: 1 - done / steps,
@@ -96,7 +101,7 @@ def settle_gates(cfg):
     if cfg.gate_start is None:
         cfg.gate_start = cfg.warmup_iters
     one_by_one = cfg.gate_schedule == "sequential"
-    if one_by_one and cfg.taper not in ("internal", "all"):
+    if one_by_one and not (tapers(cfg) and cfg.taper in ("internal", "all")):
         needs = "needs taper=internal or all, of which norms go one by one"
         raise BadInput(f"gate_schedule=sequential {needs}")
     if one_by_one != (cfg.gate_gaps is not None):
@@ -125,10 +130,10 @@ def check_gates(cfg):
     if cfg.gate_start < 1:
         remedy = "set gate_start (or warmup_iters) to 1 or more"
         raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
-    if cfg.taper == "none" and cfg.gate_start >= cfg.max_iters:
+    if not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
         raise BadInput(f"{steps}: the anchor holds the scale from there on")
-    if cfg.taper != "none" and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
+    if tapers(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
         steps = f"{cfg.gate_start}, {cfg.gate_end}, {cfg.max_iters}"
         early = cfg.gate_end == max(1, round(cfg.gate_end_ratio * cfg.max_iters)) <= cfg.gate_start
         why = f"; gate_end_ratio={cfg.gate_end_ratio} puts gate_end there" if early else ""

@@ -123,6 +123,8 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
     model.anchor = None  # of training alone
     c = model.config = replace(model.config, **off(ModelConfig, "aux_weight"))
+    if c.form in ("folded", "weightless"):
+        return model, model.meta.get("fold_error", {})
     if len(export_files(c)) == 1:  # no form changes it, but for a factor that goes into the table
         model, errors = (model, {}) if c.emb_scale is None else proved(model, "unfused", idx)
         c = model.config
@@ -130,7 +132,7 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
         return model, errors
     if form == "trained" and c.taper != "none":
         raise BadInput("--form=trained keeps the gate, which no other tool knows; use folded or unfused")
-    if c.form in (form, "folded", "weightless"):
+    if c.form == form:
         return model, model.meta.get("fold_error", {})
     return proved(model, form, idx)
 

@@ -15,12 +15,15 @@ from running import assert_same, final, launch, metrics, refused, train
 from test_memory import PROGRAM, ROOT
 
 from begin import untapered
-from forms import load_model, proved
+from config import Config
+from forms import fold, load_model, proved, unfuse
 from model import Transformer
 from nanonorm import adapters, distill
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.ranks import Ranks
 from scripts.couple import coupled
+from train import Step
 
 FAMILIES = {
     "llama": {"n_kv_head": 2, "head_dim": 8, "hidden": 40, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
@@ -54,7 +57,7 @@ def shake(model: Distilled):
     """Random adapters: none of them is 0, no magnitude is a norm."""
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in adapters.learning(model.student).values():
             p.add_(0.1 * torch.randn(p.shape, generator=rng, dtype=torch.float64))
 
 
@@ -68,6 +71,24 @@ def plain_loss(y, head, taught, teacher_head, targets, ce_weight, kl_weight):
     ce = F.cross_entropy(student, targets.flatten())
     kl = (teacher * (teacher.log() - student.log_softmax(-1))).sum(-1).mean()
     return ce_weight * ce + kl_weight * kl, ce, kl
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_a_target_of_minus_100_does_not_count(rows, monkeypatch):
+    """The loss and its gradient are those of the other tokens alone; of none they are 0."""
+    y, head, taught, teacher_head, targets = random_heads(True)
+    monkeypatch.setattr(distill, "LOGITS_AT_ONCE", 31 * rows)
+    counts = torch.tensor([[True, False, False, True, True], [False] * 4 + [True]])
+    marked, leaves = targets.where(counts, -100), [y, *head]
+    found = distill_loss(y, head, taught, teacher_head, marked, 0.3, 1.7)
+    others = (y[counts][None], head, taught[counts][None], teacher_head, targets[counts][None])
+    expected = plain_loss(*others, 0.3, 1.7)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(losses[0], leaves) for losses in (found, expected))
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    none = distill_loss(y, head, taught, teacher_head, torch.full_like(targets, -100), 0.3, 1.7)
+    assert [loss.item() for loss in none] == [0, 0, 0]
+    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(none[0], leaves))
 
 
 def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
@@ -84,7 +105,7 @@ def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
 def test_in_pieces_is_at_once(rows, weights, bias, monkeypatch):
     """Values and gradients, whatever the size of a piece; 3 does not divide the 10 tokens."""
     y, head, *rest = random_heads(bias)
-    monkeypatch.setattr(distill, "PIECE", 31 * rows)
+    monkeypatch.setattr(distill, "LOGITS_AT_ONCE", 31 * rows)
     leaves = [y, *(t for t in head if t is not None)]
     expected = plain_loss(y, head, *rest, *weights)
     wanted = torch.autograd.grad(3 * expected[0], leaves)
@@ -214,7 +235,7 @@ def test_a_fused_matrix_has_the_ranks_of_its_parts_and_all_one_scaling():
 
 def test_targets_are_chosen_and_others_refused():
     model, _ = pair(targets=("qkv", "down"))
-    names = {name.split(".")[3] for name, _ in model.named_parameters()}
+    names = {name.split(".")[3] for name in adapters.learning(model.student)}
     assert names == {"qkv", "down"}
     for targets, said in ((("lm_head",), "share them"), (("up",), "which has qkv, proj, gate_up, down")):
         with pytest.raises(BadInput, match=said) as error:
@@ -231,7 +252,7 @@ def test_cbwcs_matrices_carry_none():
 def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
     """peft takes a DoRA's magnitudes in the type of the weights: a 256th off in bfloat16."""
     model, _ = pair(dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in adapters.learning(model.student).values()} == {torch.float32}
     for block in model.student.blocks:
         for layer in (block.attn.qkv, block.attn.proj, block.mlp.gate_up, block.mlp.down):
             magnitude = layer.lora_magnitude_vector["default"].weight
@@ -252,11 +273,12 @@ def test_training_moves_the_student_alone(family):
     assert {n for n, p in own.items() if p is not theirs[n]} == {
         f"blocks.{i}.norm_mlp.weight" for i in (1, 2)
     }
-    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in theirs.values())
+    learns = adapters.learning(model.student)
+    assert sum(p.numel() for p in learns.values()) < sum(p.numel() for p in theirs.values())
     with torch.no_grad():
-        logits, began = teacher(idx), model(idx)
+        logits, began = teacher(idx), model.student(idx)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(learns.values(), lr=1e-2)
     first = None
     for _ in range(20):
         losses = model(x, y)
@@ -267,7 +289,7 @@ def test_training_moves_the_student_alone(family):
     assert losses.kl < 0.7 * first
     with torch.no_grad():
         assert torch.equal(teacher(idx), logits)
-        assert scale_of_difference(model(idx), began) > 1e-3
+        assert scale_of_difference(model.student(idx), began) > 1e-3
 
 
 def test_the_loss_is_that_of_the_two_networks():
@@ -281,19 +303,18 @@ def test_the_loss_is_that_of_the_two_networks():
     ce = F.nll_loss(student, y.flatten())
     kl = F.kl_div(student, taught, reduction="batchmean", log_target=True)
     torch.testing.assert_close((losses.ce, losses.kl), (ce, kl), rtol=1e-12, atol=1e-12)
-    assert (
-        abs(losses.total - 0.3 * ce - 0.9 * kl) < 1e-12 and abs(losses.ce + losses.aux - losses.total) < 1e-12
-    )
+    assert abs(losses.total - 0.3 * ce - 0.9 * kl) < 1e-12 and losses.aux == 0
 
 
 def test_the_scale_loss_is_the_students_own():
     """FakeLN's, which looks at the tokens: the first of a window and the end token count for no target."""
     student, (x, y) = tiny("layernorm-all-fake", phase="blend"), batch()
     model = Distilled(student, tiny("layernorm"), {}, ce_weight=0.5, kl_weight=2.0)
-    model.end_token = 7
+    student.end_token = 7
     losses, aux = model(x, y), student(x, y).aux
+    assert losses.aux == aux
     torch.testing.assert_close(losses.total - 0.5 * losses.ce - 2 * losses.kl, aux, rtol=1e-9, atol=1e-12)
-    model.end_token = None
+    student.end_token = None
     assert aux > 0 and abs(student(x, y).aux - aux) > 1e-6 * aux
 
 
@@ -314,9 +335,9 @@ def test_blocks_computed_twice_learn_the_same():
         model, _ = pair()
         shake(model)
         model.train()
-        model.grad_checkpoint = twice
+        model.student.grad_checkpoint = twice
         model(*batch()).total.backward()
-        grads.append([p.grad for p in model.parameters()])
+        grads.append([p.grad for p in adapters.learning(model.student).values()])
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-15)
 
 
@@ -325,32 +346,54 @@ def test_no_phase_thaws_a_gain():
     pytest.importorskip("peft")
     student = tiny("rmsnorm-all-aux", phase="norm")
     adapters.put_on(student, "lora", 4, 8.0)
-    model = Distilled(student, tiny("rmsnorm"), {})
+    step = taught_step(student, Distilled(student, tiny("rmsnorm"), {}))
     for phase in ("norm", "blend", "scale"):
-        model.set_phase(phase)
-        trained = {name for name, p in model.student.named_parameters() if p.requires_grad}
+        step.enter(phase)
+        trained = {name for name, p in student.named_parameters() if p.requires_grad}
         assert trained and all(".lora_" in name for name in trained)
-        assert trained == {name for name, _ in model.named_parameters()}
+        assert trained == set(step.trained) == set(step.learns)
 
 
-def test_what_is_asked_of_it_and_set_on_it_is_the_students():
+def taught_step(student, module, **knobs) -> Step:
+    """The optimizer steps of a student that learns from a teacher, on the CPU in float64."""
+    run = dict(teacher="x", max_iters=9, warmup_iters=1, gate_start=3, gate_end=6, learning_rate=1e-3)
+    cfg = Config(**run, **knobs, compile=False).resolve()
+    return Step(student, cfg, torch.device("cpu"), torch.float64, Ranks(), module)
+
+
+def test_the_teacher_stays_in_eval_mode():
     model = Distilled(tiny("coupled"), tiny("rmsnorm"), {})
-    model.eval()
-    model.phase, model.meta, model.end_token = "scale", {"a": 1}, 5
-    student = model.student
-    assert (student.phase, student.meta, student.end_token) == ("scale", {"a": 1}, 5) and not student.training
-    assert model.teacher.phase != "other" and model.gate is model.student.gate and not model.training
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        model.no_such_thing  # noqa: B018
+    for mode in (True, False):
+        model.train(mode)
+        assert model.student.training == mode and not model.teacher.training
 
 
 def test_without_adapters_all_of_the_student_learns():
     model = Distilled(tiny("coupled"), tiny("rmsnorm"), {"path": "x", "sha256": "0"})
-    assert dict(model.named_parameters()).keys() == dict(model.student.named_parameters()).keys()
+    assert adapters.learning(model.student).keys() == dict(model.student.named_parameters()).keys()
     model(*batch()).total.backward()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is not None for p in model.student.parameters())
     assert all(p.grad is None for p in model.teacher.parameters())
     assert model.to_file({})["state"].keys() == model.student.state_dict().keys()
+
+
+@pytest.mark.parametrize("form", ["finished", "unfused", "folded"])
+@pytest.mark.parametrize("variant", ["rmsnorm-all-aux", "layernorm-all", "coupled", "cbwc"])
+def test_a_network_of_every_form_is_a_teacher(variant, form):
+    """The same function as the file's, with a shorter context; and without the loss of its scale."""
+    model = tiny(variant)
+    made = {"finished": lambda m: m, "unfused": unfuse, "folded": fold}[form](model)
+    file = made.to_file({"gate": 0.0, "phase": "scale"})
+    teacher, idx = untapered(file, "file", 8), tokens(2, 8)
+    with torch.no_grad():
+        assert scale_of_difference(teacher(idx), model.eval()(idx)) < 1e-12
+    assert teacher.anchor is None and not teacher.taper_norms()
+
+
+def test_in_the_middle_of_its_taper_it_is_none():
+    file = tiny("rmsnorm-all-aux", phase="blend").to_file({"gate": 0.37, "phase": "blend"})
+    with pytest.raises(BadInput, match=r"^file is in the middle of its taper \(gates up to 0.37\); start"):
+        untapered(file, "file", 8)
 
 
 def test_what_a_checkpoint_holds_of_an_adapted_student():
@@ -500,6 +543,36 @@ def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path, on
     assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
     kl = [line["val/kl"] for line in metrics(tmp_path / "cut") if "val/kl" in line]
     assert kl[-1] < kl[0]
+
+
+def test_equal_networks_begin_at_distance_0_and_the_log_takes_the_loss_apart(base, corpus, tmp_path, capfd):
+    """A student that will taper has its norms when it begins. train/loss is what steps minimize, ce and KL by
+    their weights and the scale loss, which is 0 until the gate starts."""
+    out, weights = tmp_path / "run", {"ce_weight": 0.5, "kl_weight": 2.0}
+    taper = {"taper": "internal", "aux_weight": 0.1, "gate_start": 10, "gate_end": 20}
+    train(*taught(out, corpus, base, base, adapter="none", **weights, **taper))
+    said = capfd.readouterr().out
+    assert float(said.split("from teacher to student: ")[1].split("KL ")[1].split()[0]) < 1e-6
+    for line in metrics(out):
+        parts = 0.5 * line["train/ce"] + 2 * line["train/kl"] + line["train/aux"]
+        assert line["train/loss"] == pytest.approx(parts, rel=1e-5), line["iter"]  # float32
+        assert (line["train/aux"] > 0) == (line["iter"] > 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["one", "two ranks"])
+def test_a_network_without_norms_is_distilled_into_one(how, base, corpus, tmp_path):
+    """By adapters on a fold, from that fold: what is exported at the end is one file."""
+    pytest.importorskip("peft")
+    folded = tmp_path / "base"
+    train(*taught(folded, corpus, base, base, adapter="none", taper="all", gate_start=10, gate_end=20))
+    weights, out = folded / "folded.pt", tmp_path / "run"
+    argv = taught(out, corpus, weights, weights, ce_weight=1.0, gradient_accumulation_steps=2)
+    process = launch(*argv, ranks=1 if how == "one" else 2, stdout=-1, stderr=-2)
+    assert process.wait(timeout=200) == 0, process.communicate()[0]
+    assert {path.name for path in out.glob("*.pt")} == {"ckpt.pt", "ckpt.prev.pt", "folded.pt"}
+    model = load_model(out / "folded.pt")
+    assert model.meta["merge_error"] < 1e-9 and model.config.form == "folded"
 
 
 REFUSED = [

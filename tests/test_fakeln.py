@@ -178,7 +178,7 @@ def ours(model: Transformer, cfg: Config) -> list[tuple[float, float]]:
     for k, batch in enumerate(batches()):
         step.at(k)
         step(*batch)
-        ce, aux, n = step.totals.tolist()
+        _, ce, aux, n = step.totals.tolist()
         step.totals.zero_()
         found.append((ce / n, aux / n))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BPE_SIZE, randomize
+from conftest import BPE_SIZE, norm_names, randomize
 from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
 from test_hub import made
 
@@ -198,14 +198,149 @@ def test_what_contradicts_the_weights_is_refused_by_name(base, corpus, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_exports_are_no_weights_to_start_from(bpe_corpus, corpus, tmp_path, capsys):
-    folded = tmp_path / "folded.pt"
+# ---------------------------------------------------------------------------------------------------------
+# networks whose norms are gone
+
+SHORT = dict(max_iters=8, warmup_iters=2, eval_interval=8, log_interval=2, ckpt_interval=3)
+FINISHED = {  # name -> knobs of a run to its end
+    "all": {"taper": "all", "aux_weight": 0.1, "gate_start": 3, "gate_end": 6},
+    "to-the-last-step": {"norm": "layernorm", "taper": "internal", "gate_start": 3},
+    "fakeln": {"norm": "layernorm", "taper": "all", "calibration": "mean_scale", "gate_start": 1,
+               "gate_schedule": "sequential", "gate_gaps": "1,1,1"},
+    "coupled": {"norm": "coupled"},
+    "cbwc": {"norm": "cbwc"},
+}  # fmt: skip
+BEGUN = {  # file -> what a run that begins from it exports, of a network that a fold changes
+    "": {"unfused.pt", "folded.pt"}, "unfused.pt": {"unfused.pt", "folded.pt"}, "folded.pt": {"folded.pt"},
+}  # fmt: skip
+
+
+def finished(out, corpus, **knobs) -> Path:
+    plain = {"taper": "none", "aux_weight": 0.0, "gate_start": None, "gate_end": None}
+    train(*flags(out, corpus, **{**plain, **SHORT, **knobs}))
+    return out
+
+
+@pytest.fixture(scope="module", params=FINISHED)
+def ended(request, corpus, tmp_path_factory) -> Path:
+    """A run that has come to its end."""
+    return finished(tmp_path_factory.mktemp("ended") / request.param, corpus, **FINISHED[request.param])
+
+
+@pytest.fixture(scope="module")
+def norm_free(corpus, tmp_path_factory) -> Path:
+    """A run without any norm at its end, with a scale that was held."""
+    return finished(tmp_path_factory.mktemp("norm_free") / "run", corpus, **FINISHED["all"])
+
+
+def begun(out, corpus, weights, **knobs):
+    run = {**SHORT, "dataset": corpus, "out_dir": out, "init_from": weights, "device": "cpu", "batch_size": 4}
+    return [f"--{name}={value}" for name, value in {**run, "learning_rate": 1e-3, **knobs}.items()]
+
+
+@pytest.mark.parametrize("file", BEGUN)
+def test_every_form_is_trained_on_and_exported(file, ended, corpus, tmp_path, capsys):
+    """At rate 0 the network stays the one that it began as, whatever it is rewritten to; then it learns. What
+    is gone stays gone, and nothing is gated."""
+    still, out = tmp_path / "still", tmp_path / "run"
+    train(*begun(still, corpus, ended / file, learning_rate=0))
+    assert metrics(still)[-1]["val/loss"] == pytest.approx(
+        metrics(ended)[-1]["val/loss"], rel=1e-5
+    )  # float32
+    train(*begun(out, corpus, ended / file))
+    assert metrics(out)[-1]["val/loss"] < metrics(ended)[-1]["val/loss"] - 1e-3
+    assert {path.name for path in out.glob("*.pt")} - {"ckpt.pt", "ckpt.prev.pt"} == BEGUN[file]
+    assert not {"gate", "val/loss_gated"} & set().union(*metrics(out))
+    gone = norm_names(load_model(ended / "folded.pt"))
+    for name in BEGUN[file]:
+        model = load_model(out / name)
+        assert name == "unfused.pt" or norm_names(model) == gone
+        assert model.meta["fold_error"]["float64"] < 1e-9
+    capsys.readouterr()
+    for program, more in (
+        ("sample.py", ["--prompt=x", "--max_new_tokens=2"]),
+        ("bench.py", ["--iters=1", "--warmup=0", "--seq=8"]),
+    ):
+        train(out, *more, program=program)
+    assert "logits agree" in capsys.readouterr().out
+
+
+def test_a_run_without_norms_killed_and_resumed_is_the_same_run(norm_free, corpus, tmp_path, one_thread):
+    """From a fold, whose scale the loss goes on to hold: with the target that it has in this run."""
+    flags_of = partial(begun, corpus=corpus, weights=norm_free / "folded.pt", aux_weight=0.1, gate_start=2)
+    train(*flags_of(tmp_path / "whole"))
+    kill = {"at": "after", "n": 5, "do": "kill"}
+    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert metrics(tmp_path / "cut")[-1]["train/aux"] > 0
+    again = tmp_path / "again"  # and begun from once more, without the loss
+    train(*begun(again, corpus, tmp_path / "cut", learning_rate=0))
+    assert metrics(again)[-1]["val/loss"] == pytest.approx(
+        metrics(tmp_path / "cut")[-1]["val/loss"], rel=1e-5
+    )
+
+
+def test_a_weightless_network_stays_one(corpus, tmp_path):
+    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32)
+    model = fold(randomize(Transformer(config)), gains=True)
+    torch.save(model.to_file({}), tmp_path / "weightless.pt")
+    train(*begun(tmp_path / "run", corpus, tmp_path / "weightless.pt"))
+    trained = load_model(tmp_path / "run/model.pt")
+    assert trained.config.form == "weightless" and not any("norm" in name for name in trained.state_dict())
+
+
+def test_the_middle_of_a_taper_is_no_beginning(corpus, tmp_path, capsys):
     config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, taper="all")
-    model = randomize(Transformer(config))
-    torch.save(fold(model).to_file({"gate": 0.0, "phase": "scale"}), folded)
-    assert "is a folded export" in refused(capsys, *started(tmp_path / "run", corpus, folded))
-    torch.save(model.to_file({"gate": 0.0, "phase": "scale"}), folded)
-    assert "has begun to taper" in refused(capsys, *started(tmp_path / "run", corpus, folded))
+    file = randomize(Transformer(config)).to_file({"gate": [0.0, 0.25, 0.5], "phase": "blend"})
+    torch.save(file, tmp_path / "ckpt.pt")
+    message = refused(capsys, *begun(tmp_path / "run", corpus, tmp_path / "ckpt.pt"))
+    assert (
+        "is in the middle of its taper (gates up to 0.5); start from weights from before or after" in message
+    )
+
+
+WITHOUT_NORMS_REFUSED = [
+    ({"taper": "internal"}, "the norms that a fold takes are gone, and the rest stay; use taper=none"),
+    ({"gate_schedule": "sequential", "gate_gaps": "1,1,1"}, "gate_schedule=sequential needs taper="),
+    ({"norm": "coupled"}, "norm=coupled contradicts"),
+    ({"calibration": "mean_scale"}, "calibration=mean_scale contradicts"),
+    ({"form": "unfused"}, "form=unfused contradicts"),
+    ({"n_embd": 64}, "n_embd=64 contradicts"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "said"), WITHOUT_NORMS_REFUSED)
+def test_what_a_network_without_norms_cannot_do_is_one_line(norm_free, corpus, tmp_path, capsys, knobs, said):
+    assert said in refused(capsys, *begun(tmp_path / "run", corpus, norm_free / "folded.pt", **knobs))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("knobs", [{"dropout": 0.1}, {"teacher": "folded", "adapter": "lora"}])
+def test_a_folded_coupled_network_has_no_place_for(knobs, corpus, tmp_path, capsys):
+    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, norm="coupled")
+    torch.save(fold(Transformer(config)).to_file({}), tmp_path / "folded.pt")
+    knobs |= {"teacher": tmp_path / "folded.pt"} if "teacher" in knobs else {}
+    message = refused(capsys, *begun(tmp_path / "run", corpus, tmp_path / "folded.pt", **knobs))
+    assert "has no place in a folded coupled network" in message and "unfused.pt" in message
+
+
+def test_a_taper_named_none_is_no_contradiction(norm_free, corpus, tmp_path):
+    """As of a config file that says so."""
+    train(*begun(tmp_path / "run", corpus, norm_free, taper="none"))
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    assert (settings["form"], settings["taper"]) == ("unfused", "all")
+
+
+def test_new_weights_have_all_their_norms(corpus, tmp_path, capsys):
+    assert "form=folded is not for new weights" in refused(capsys, *flags(tmp_path, corpus, form="folded"))
+
+
+def test_a_finished_run_that_is_to_go_further_says_how(norm_free, capsys):
+    message = refused(capsys, "--init_from=resume", f"--out_dir={norm_free}", "--max_iters=100")
+    assert (
+        f"start a new run from the finished one with --init_from={norm_free} and another --out_dir" in message
+    )
 
 
 def test_a_corpus_in_other_tokens_is_refused(bpe_corpus, corpus, tmp_path, capsys):

@@ -141,5 +141,5 @@ def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatc
 
 @pytest.mark.parametrize("device, fused", [("cpu", True), ("cuda", True), ("mps", False), ("meta", False)])
 def test_adamw_is_fused_only_where_it_skips_a_bad_step(device, fused):
-    optimizer = make_optimizer(tiny(), Config(), torch.device(device))
+    optimizer = make_optimizer(list(tiny().parameters()), Config(), torch.device(device))
     assert optimizer.defaults["fused"] == fused

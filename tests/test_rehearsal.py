@@ -195,7 +195,7 @@ def test_a_step_of_distillation_meets_no_host(kind):
     student, teacher = (Transformer(tiny_config(norm)).to(META) for norm in ("coupled", "rmsnorm"))
     put_on(student, kind, 4, 8.0)
     model = Distilled(student, teacher, {}).train()
-    step = train.Step(model, cfg, META, torch.float32, Ranks())
+    step = train.Step(student, cfg, META, torch.float32, Ranks(), model)
     tokens = torch.empty(500, dtype=torch.int16, device=META)
     x, y = (t[None] for t in train_batch(tokens, cfg, 0, 0, META))
     with OnlyMeta():

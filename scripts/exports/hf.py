@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -126,7 +126,7 @@ def write(job: Job) -> dict:
 def saves(model: Transformer) -> str:
     """What the network saves, by what was removed from it."""
     c = model.config
-    if len(export_files(c)) == 1:
+    if len(export_files(replace(c, form="trained"))) == 1:
         return SAVES["none"]
     kept = any(isinstance(m, RMSNorm) for m in model.modules())
     return SAVES["all" if c.taper == "all" and not kept else "some"]
