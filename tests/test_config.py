@@ -182,7 +182,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--vocab_size=20000000", "vocab_size must be an int from 2 to 16777216 or None, not '20000000'"),
         ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
         ("--tie_embeddings=true", "tie_embeddings must be True or False, not 'true'"),
-        ("--compile=0", "compile must be True or False or None"),
+        ("--compile=0", "compile must be True or False or one of regional or None"),
         ("--grad_clip=-0.5", "grad_clip must be a number >= 0"),
         ("--grad_clip=nan", "grad_clip must be a number"),
         ("--grad_clip=inf", "grad_clip must be a number"),

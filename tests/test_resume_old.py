@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import one_line
 from running import metrics, train
 
 import model
-from nanonorm.files import read_file
+from nanonorm.errors import BadInput
+from nanonorm.files import read_file, write_file
+from nanonorm.run import Progress, sums_of
 
 OLD = Path(__file__).resolve().parent / "old_run"
 
@@ -58,3 +61,32 @@ def test_an_old_run_goes_on(tables, tmp_path, one_thread, monkeypatch, capfd):
     assert header(tmp_path)["corpus"] == header(OLD)["corpus"]
     assert header(tmp_path)["settings"] == header(OLD)["settings"]
     assert read_file(tmp_path / "folded.pt")["meta"]["iter"] == 40
+
+
+def test_sums_of_before_the_total_go_on(reference, tmp_path):
+    """Of ce, aux and 1: at step 56 they hold a step since the last log line."""
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    (run / "ckpt.prev.pt").replace(run / "ckpt.pt")
+    file = read_file(run / "ckpt.pt")
+    ce, aux, n = file["progress"]["totals"][1:]
+    assert file["progress"]["iter"] == 56 and n == 1 and aux > 0
+    file["progress"]["totals"] = torch.stack((ce, aux, n))
+    write_file(file, run / "ckpt.pt")
+    train("--init_from=resume", f"--out_dir={run}")
+    before, after = metrics(reference)[-1], metrics(run)[-1]
+    assert after.pop("train/loss") == pytest.approx(before.pop("train/loss"), rel=1e-6)  # float32
+    assert after == before
+
+
+def test_sums_of_before_kl_go_on_from_a_log_line():
+    names, started = ("total", "ce", "aux", "kl"), dict(run_id="0", iter=7)
+    sums = Progress(**started, totals=torch.zeros(3).double())
+    assert sums_of(sums, names, "ckpt.pt").tolist() == [0] * 5
+    with pytest.raises(
+        BadInput, match="between log lines by a version that kept no sum of KL; go on"
+    ) as error:
+        sums_of(Progress(**started, totals=torch.tensor([2.0, 1.0, 1.0])), names, "ckpt.pt")
+    one_line(error)
+    with pytest.raises(BadInput, match="it should have 4 sums, not 5"):
+        sums_of(Progress(**started, totals=torch.zeros(5)), names[:3], "ckpt.pt")

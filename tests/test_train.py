@@ -221,15 +221,17 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
     assert_same(a, b)
 
 
-def test_compiled_run_agrees(corpus, tmp_path):
-    """--compile=True is the same run up to rounding, and never recompiles as the gate moves."""
+@pytest.mark.parametrize(("compiles", "n_layer"), [(True, 1), ("regional", 2)])
+def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
+    """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value, nor
+    once a block where blocks are compiled by themselves, and nothing for validation."""
     if not any(os.access(Path(p) / "g++", os.X_OK) for p in os.environ["PATH"].split(os.pathsep)):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    knobs = dict(n_layer=1, dtype="float64", max_iters=50, eval_interval=50)
+    knobs = dict(n_layer=n_layer, dtype="float64", max_iters=50, eval_interval=25)
     train(*flags(tmp_path / "eager", corpus, **knobs))
-    train(*flags(tmp_path / "run", corpus, compile=True, **knobs))
+    train(*flags(tmp_path / "run", corpus, compile=compiles, **knobs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 3  # the trial, and one a phase
     assert not torch._dynamo.utils.counters["graph_break"]
     for a, b in zip(metrics(tmp_path / "run"), metrics(tmp_path / "eager"), strict=True):
