@@ -223,8 +223,9 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize(("compiles", "n_layer"), [(True, 1), ("regional", 2)])
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
-    """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value, nor
-    once a block where blocks are compiled by themselves, and nothing for validation."""
+    """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value or
+    once a block where those are compiled by themselves, and nothing for validation.
+    """
     if not any(os.access(Path(p) / "g++", os.X_OK) for p in os.environ["PATH"].split(os.pathsep)):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
