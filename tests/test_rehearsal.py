@@ -155,7 +155,7 @@ def host_gate(step):
 
 
 def host_totals(step):
-    step.totals = torch.zeros(3)
+    step.totals = torch.zeros(4)
 
 
 def unfused(step):
