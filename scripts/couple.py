@@ -44,7 +44,7 @@ from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
 from nanonorm.typed import Count, Positive, Whole
 from scripts.convert import whole_folder
-from scripts.figures import Figures
+from scripts.studies.figures import Figures
 
 JUMP = 1.5  # a block whose growth is so many times the median's keeps RMSNorm
 KEPT = (0, 1, 2, 4)  # numbers of kept blocks in the table of choices

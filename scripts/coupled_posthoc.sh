@@ -77,4 +77,4 @@ while read -r alpha kept; do
     printf '%s\n' "$alpha $kept stopped" "$alpha $kept through --coupled_grad=True"
 done <<<"none 0
 $(cat "$runs/start/best")" | xargs -P "${JOBS:-2}" -I{} bash -c "distil {}"
-python "$here/scripts/couple_report.py" "$runs" --base=out/llama_tiny --out="$out"
+python "$here/scripts/report.py" couple "$runs" --base=out/llama_tiny --out="$out"

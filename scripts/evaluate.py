@@ -15,7 +15,7 @@ are in nats a token; "no end" leaves the targets out that are the end-of-text to
 token and summed in their order, in float64, so the batch size is of no account. The gap is to --vanilla, or
 to the first PATH; "its gap" is the paper's, to its vanilla, and stands only beside a whole set.
 
---calibration prints, instead of losses, what position 0 does to c (scripts/calibration.py).
+--calibration prints, instead of losses, what position 0 does to c (scripts/studies/calibration.py).
 
 Prints a table, then a line of JSON, which --out=x.json keeps.
 """
@@ -44,11 +44,10 @@ from nanonorm.files import ROOT, atomic_write
 from nanonorm.kernels import upcast
 from nanonorm.log import say
 from nanonorm.machine import pick_device, processor
-from nanonorm.plots import pyplot
 from nanonorm.typed import Count, Positive
-from scripts import calibration
 from scripts.networks import Network, open_network
-from scripts.table4 import CONTEXT, paper_says, row_of
+from scripts.studies import calibration
+from scripts.studies.table4 import CONTEXT, paper_says, row_of
 
 PERCENTILES = {"p2.5": 2.5, "median": 50.0, "p97.5": 97.5, "p99.9": 99.9}
 
@@ -67,7 +66,6 @@ class Evaluate:
     calibration: bool = False  # print what position 0 does to c, in place of losses
     within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
     out: str | None = None  # .json file for the numbers
-    figure: str | None = None  # .png file for --calibration (needs matplotlib)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -243,8 +241,6 @@ def print_calibration(k: Evaluate, networks, texts: list[Text], T: int, device) 
             print(f"\n{network.name} on {text.name}, {len(blocks):,} blocks of {T:,}\n")
             calibration.print_table(rows)
             found += [{"model": network.name, "data": text.name, **row} for row in rows]
-            if k.figure:
-                calibration.draw(k.figure, rows, f"{network.name}, {text.name}")
     return found
 
 
@@ -260,15 +256,10 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     if not words or not k.data:
         usage = "python scripts/evaluate.py PATH... --data=FOLDER[,FOLDER...]"
         raise BadInput(f"name networks and text to evaluate them on: {usage}")
-    for name, path, kind in (("out", k.out, ".json"), ("figure", k.figure, ".png")):
-        if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
-            raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+    if k.out is not None and not (k.out.endswith(".json") and Path(k.out).resolve().parent.is_dir()):
+        raise BadInput(f"out={k.out} must be a .json file in a folder that exists")
     if k.calibration and (k.within or k.dtype == "bfloat16"):
         raise BadInput("--calibration has no losses to hold to --within, and computes in float32 or float64")
-    if k.figure and not (k.calibration and len(names) == len(k.data) == 1):
-        raise BadInput("--figure draws --calibration of one network on one text")
-    if k.figure:
-        pyplot()  # if it is missing, say so now and not after minutes
     return k, names
 
 

@@ -70,4 +70,4 @@ python "$here/scripts/evaluate.py" out/gpt2_tiny out/gpt2_small/*/seed*/ --data=
     --out="$out/evaluation.json"
 python "$here/scripts/evaluate.py" out/gpt2_tiny --calibration --data="$texts" \
     --out="$out/calibration.json"
-python "$here/scripts/gpt2_report.py" out/gpt2_small --base=out/gpt2_tiny --out="$out"
+python "$here/scripts/report.py" gpt2 out/gpt2_small --base=out/gpt2_tiny --out="$out"

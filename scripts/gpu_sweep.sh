@@ -24,5 +24,5 @@ else
 fi
 # shellcheck disable=SC2086  # the flags are words
 python scripts/sweep.py config/taper_1m.py --out="$runs" --jobs="${JOBS:-4}" $flags || failed=$?
-python scripts/report.py "$runs" --out="$out"  # of what is finished, whatever failed
+python scripts/report.py papers "$runs" --out="$out"  # of what is finished, whatever failed
 exit "${failed:-0}"

@@ -1,4 +1,4 @@
-"""What the sweep and the report share: the rows of the papers' tables, when two runs are the same, and what
+"""What the sweep and the reports share: the rows of the papers' tables, when two runs are the same, and what
 a run's folder holds."""
 
 import json
@@ -16,7 +16,7 @@ from forms import export_files
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.knobs import Needs, facts, is_read
-from nanonorm.log import check_header, logged_steps, read_log
+from nanonorm.log import read_log
 from nanonorm.run import MARKS, first_good
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
@@ -68,101 +68,6 @@ def identity(settings: dict) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# a run that has finished
-
-
-class Unusable(Exception):
-    """This run cannot be counted; the message says why."""
-
-
-def read_finished(folder: Path) -> tuple[dict, list[dict]]:
-    """(header of the log, its settings resolved; the lines after it) of a finished run. Raises: Unusable."""
-    path = folder / "metrics.jsonl"
-    try:
-        log = read_log(path)
-        check_header(log.header)
-        config = Config.recorded(log.header["settings"], f"{path}:1")
-        config.model_config()
-        settings = asdict(config)
-        if log.cut:
-            raise Unusable("half-written: the last line of metrics.jsonl was cut")
-        check_lines(log.header, log.lines, settings)
-    except OSError:
-        raise Unusable("no metrics.jsonl that can be read") from None
-    except (BadInput, ModelError) as e:
-        raise Unusable(str(e).removeprefix(f"{folder}/")) from None
-    why = bad_export(folder, settings)
-    if why:
-        raise Unusable(f"unfinished: {why}")
-    return log.header | {"settings": settings}, log.lines
-
-
-def check_lines(header: dict, lines: list[dict], s: dict):
-    """Refuse a log that is not whole and finite up to the last step. Raises: Unusable."""
-    sites = []
-    if s["taper"] in ("internal", "all"):
-        sites += [f"taper/c.{i}.{kind}" for i in range(s["n_layer"]) for kind in ("attn", "mlp")]
-    if s["taper"] in ("final", "all"):
-        sites.append("taper/c.final")
-    end = s["max_iters"]
-    check_values(lines, end, positive={*sites, "val/loss", "val/bpb", "s/target"})
-
-    due = logged_steps(header, end)
-    logged = {line["iter"]: line for line in lines if "train/loss" in line}
-    for step in sorted(set(logged) ^ set(due)):
-        fault = "missing" if step in due else "unexpected"
-        raise Unusable(f"the log line of step {step} is {fault}")
-    needed = ["train/ce", "lr", "s/mean", "logits/l2", "perf/tok_s", *sites]
-    if s["aux_weight"] > 0:
-        needed.append("s/target")
-    if s["taper"] != "none":
-        needed.append("gate")
-    for step in due:
-        if step == end:
-            needed += ["val/loss", "val/bpb"]
-        for name in needed:
-            if name not in logged[step]:
-                raise Unusable(f"the log line of step {step} has no {name}")
-
-
-def check_values(lines: list[dict], end: int, positive: set[str]):
-    """Refuse lines that are out of order or end early, and values that are not finite, or not above zero
-    where they must be. Raises: Unusable."""
-    before = 0
-    for number, line in enumerate(lines, 2):
-        step = line.get("iter", 0)
-        if step <= before:
-            raise Unusable(f"metrics.jsonl:{number} is damaged (its iter does not follow {before})")
-        before = step
-        for name, value in line.items():
-            if value is None:  # what train.py writes for nan
-                # at gate 0 in mid-taper the network is one that nobody has trained yet
-                if name not in ("val/loss", "val/bpb") or step == end:
-                    raise Unusable(f"{name} is not finite at step {step}")
-            elif not finite(value) or (name in positive and value <= 0):
-                raise Unusable(f"metrics.jsonl:{number} is damaged ({name} has an impossible value)")
-    if before < end:
-        raise Unusable(f"unfinished: {before} of {end} steps")
-
-
-def finite(value) -> bool:
-    """Whether a value from JSON is a number that can be drawn and averaged."""
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def bad_export(folder: Path, settings: dict) -> str:
-    """Why the exports of a finished run cannot be read; "" if they can."""
-    try:
-        for name in export_files(Config(**settings).model_config()):
-            if not (folder / name).exists():
-                return f"no {name}"
-            read_file(folder / name)
-    except ModelError as e:
-        return str(e)
-    return ""
-
-
-# ---------------------------------------------------------------------------------------------------------
 # a run of a grid, and what its folder holds
 
 
@@ -193,6 +98,23 @@ class PlannedRun:
         """Whether its log goes to its last step."""
         line = self.last_line()
         return "val/loss" in line and line.get("iter") == self.settings["max_iters"]
+
+
+def finite(value) -> bool:
+    """Whether a value from JSON is a number that can be drawn and averaged."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def bad_export(folder: Path, settings: dict) -> str:
+    """Why the exports of a finished run cannot be read; "" if they can."""
+    try:
+        for name in export_files(Config(**settings).model_config()):
+            if not (folder / name).exists():
+                return f"no {name}"
+            read_file(folder / name)
+    except ModelError as e:
+        return str(e)
+    return ""
 
 
 def tail(path: str | Path) -> list[str]:

@@ -75,10 +75,10 @@ COMMANDS = {
     "sample": "Sample", "bench": "Bench", "data.stdlib.prepare": "Knobs", "data.tinystories.prepare": "Knobs",
     "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs", "scripts.evaluate": "Evaluate",
     "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.couple": "Couple",
-    "scripts.sweep": "Sweep", "scripts.report": "ReportKnobs", "scripts.figures": "Picture",
+    "scripts.sweep": "Sweep", "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs",
     "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
-    "scripts.speed.where": "Where", "scripts.gpt2_report": "Knobs", "scripts.couple_report": "Knobs",
-    "scripts.gaps": "Gaps",
+    "scripts.speed.where": "Where", "scripts.studies.gpt2": "Knobs", "scripts.studies.couple": "Knobs",
+    "scripts.studies.gaps": "Knobs",
 }  # fmt: skip
 
 

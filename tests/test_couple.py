@@ -216,7 +216,6 @@ def test_the_gpu_script_runs_at_toy_sizes_on_a_cpu(tmp_path):
 def test_the_small_study_runs_at_toy_sizes(tmp_path):
     pytest.importorskip("peft")
     pytest.importorskip("matplotlib")
-    pytest.importorskip("pandas")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     work, out = tmp_path / "work", tmp_path / "out"
     env = {**os.environ, "TRY": "1", "WORK": str(work), "PATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,19 +1,16 @@
 """The report of fine-tuned GPT-2s: gaps by pairs, intervals, and what each removal does, on known numbers."""
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
 
 from config import Config
 from nanonorm.errors import BadInput
-from scripts import gpt2_report as r
-from scripts.report import T95, FinishedRun
+from scripts.studies import gpt2 as r
+from scripts.studies.runs import FinishedRun
 
 FAKELN = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=2, warmup_iters=2,
               gate_schedule="sequential", gate_start=12, gate_gaps=(20, 20, 20), max_iters=220)  # fmt: skip
@@ -22,18 +19,9 @@ JUMP, LEVEL = 0.5, 0.25  # nats that a removal costs in its step, and a step lat
 
 def run(protocol: str, seed: int, more=lambda step: 0.0) -> FinishedRun:
     """A run that logs every step: its training loss is 3 + seed/10 + more(step)."""
-    settings = asdict(Config(**FAKELN, seed=seed).resolve())
+    settings = asdict(Config(**FAKELN, seed=seed, log_interval=1).resolve())
     lines = [{"iter": k + 1, "train/ce": 3 + seed / 10 + more(k)} for k in range(settings["max_iters"])]
     return FinishedRun(Path(protocol) / f"seed{seed}", protocol, settings, {}, {}, lines)
-
-
-def test_an_interval_is_students():
-    assert r.interval([1.0, 2.0, 3.0]) == f"+2.0000 ± {4.303 / np.sqrt(3):.4f}"
-    assert r.interval([0.5]) == "+0.5000" and r.interval([]) == "-"
-    for df, t in enumerate(T95, 1):  # 95% of Student's distribution lies between -t and t
-        x = np.linspace(-t, t, 100_001)
-        scale = math.gamma((df + 1) / 2) / (math.sqrt(df * math.pi) * math.gamma(df / 2))
-        assert np.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x) == pytest.approx(0.95, abs=5e-5)
 
 
 def test_gaps_are_by_pairs_of_a_seed():
@@ -41,8 +29,7 @@ def test_gaps_are_by_pairs_of_a_seed():
     rows = []
     for protocol, gap in {"vanilla": 0.0, "fakeln": 0.03, "internal": 0.01, "all": 0.02}.items():
         for seed in (1, 2, 3):
-            ce = seed + gap
-            losses = {"ce": ce, "ce_no_end": ce, "median": ce, "p99.9": ce}
+            losses = dict.fromkeys(("ce", "ce_no_end", "median", "p99.9"), seed + gap)
             rows.append({"model": f"out/{protocol}/seed{seed}", "data": "data/held_out_books", **losses})
     rows.append({**rows[0], "model": "out/base"})
     found = r.losses({"rows": rows})
@@ -73,21 +60,16 @@ def test_each_removal_has_its_row():
 def test_runs_that_cannot_be_compared_are_one_line():
     runs = {"vanilla": [run("vanilla", 1)], "fakeln": [run("fakeln", 1)]}
     whole = {"books": {("before", ""): {}, ("vanilla", "seed1"): {}, ("fakeln", "seed1"): {}}}
-    plain = {"gate_schedule": "cosine", "log_interval": 1}
-    runs["vanilla"][0].settings.update(plain)
-    runs["fakeln"][0].settings["log_interval"] = 1
     r.refuse_what_cannot_be_compared(runs, whole)
-
-    def refused(words: str, found=runs, losses=whole):
-        with pytest.raises(BadInput, match=words):
+    rarely = run("fakeln", 1)
+    rarely.settings["log_interval"] = 10
+    for found, losses, said in (
+        (runs | {"fakeln": [run("fakeln", 2)]}, whole, "fakeln are of seeds"),
+        (runs | {"fakeln": [rarely]}, whole, "log_interval=10"),
+        (runs, {"books": {**whole["books"], ("all", "seed1"): {}}}, "evaluate them again"),
+        (runs, {}, "no losses"),
+    ):
+        with pytest.raises(BadInput, match=said):
             r.refuse_what_cannot_be_compared(found, losses)
-
-    refused("fakeln are of seeds", runs | {"fakeln": [run("fakeln", 2)]})
-    refused("evaluate them again", losses={"books": {**whole["books"], ("all", "seed1"): {}}})
-    refused("no losses", losses={})
-    runs["fakeln"][0].settings["log_interval"] = 10
-    refused("log_interval=10")
-    runs["fakeln"][0].settings.update(plain)
-    refused("gate_schedule=cosine")
     with pytest.raises(BadInput, match="no losses"):
         r.losses({"rows": [{"model": "out/all/seed1", "data": "x", "sigma_first": 1.0}]})

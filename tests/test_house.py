@@ -117,7 +117,7 @@ def test_no_function_needs_scrolling():
         ("sample.py", "from begin import make_trained"),
         ("sample.py", "from running import launch"),
         ("scripts/sweep.py", "from train import Step"),
-        ("scripts/report.py", "from tests.conftest import VARIANTS"),
+        ("scripts/studies/papers.py", "from tests.conftest import VARIANTS"),
         ("scripts/speed/parts.py", "import train"),
         ("scripts/speed/parts.py", "from train import Step, main"),
     ],

@@ -27,10 +27,8 @@ from scripts import sweep
 from scripts.convert import Convert
 from scripts.couple import Couple
 from scripts.evaluate import Evaluate
-from scripts.figures import Picture
 from scripts.foldable import Foldable, expand_flags
-from scripts.gaps import Gaps
-from scripts.report import ReportKnobs
+from scripts.report import REPORTS
 from scripts.speed.peers import Peers
 from scripts.speed.where import Where
 
@@ -47,10 +45,7 @@ KNOBS = {
     "scripts/convert.py": Convert,
     "scripts/couple.py": Couple,
     "scripts/evaluate.py": Evaluate,
-    "scripts/figures.py": Picture,
     "scripts/foldable.py": Foldable,
-    "scripts/gaps.py": Gaps,
-    "scripts/report.py": ReportKnobs,
     "scripts/speed/peers.py": Peers,
     "scripts/speed/where.py": Where,
 }
@@ -90,12 +85,14 @@ def test_every_command_is_one_that_works():
             parse(Config, words[2:], files=True)[0].resolve()
         elif words[1] == "scripts/sweep.py":
             assert sweep.grid(*sweep.read_command(words[2:]))
+        elif words[1] == "scripts/report.py":
+            parse(REPORTS[words[2]].Knobs, words[3:])
         elif words[1] in KNOBS:
             parse(KNOBS[words[1]], expand_flags(words[2:]))
         else:
             assert words[1] == "data/tinystories/prepare.py", command
         seen.add(words[1])
-    assert {"train.py", "scripts/sweep.py", *KNOBS} <= seen
+    assert {"train.py", "scripts/sweep.py", "scripts/report.py", *KNOBS} <= seen
 
 
 def commands_of(section: str, **instead) -> list[list[str]]:

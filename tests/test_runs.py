@@ -11,6 +11,7 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError
 from scripts import runs
+from scripts.studies.runs import read_finished
 
 # Another value for each knob that only some runs read
 ANOTHER = {
@@ -62,12 +63,12 @@ def test_a_run_that_logs_more_often_from_a_resume_on_is_whole(corpus, tmp_path):
     train(*argv)
     (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")  # as a kill after step 8 leaves it
     train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=3")
-    header, lines = runs.read_finished(tmp_path / "run")
+    header, lines = read_finished(tmp_path / "run")
     assert [line["iter"] for line in lines] == [4, 8, 9, 12]
     assert [again["log_interval"] for again in header["resumed"]] == [3]
     (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")
     train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=2")
-    header, lines = runs.read_finished(tmp_path / "run")
+    header, lines = read_finished(tmp_path / "run")
     assert [line["iter"] for line in lines] == [4, 8, 10, 12]
     assert [again["log_interval"] for again in header["resumed"]] == [2]
 

@@ -10,15 +10,12 @@ way); "skip first" shows by how much.
 
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 
 from model import CoupledBlock, Norm, Taper, Transformer
 from nanonorm.errors import BadInput
-from nanonorm.files import atomic_write
 from nanonorm.kernels import upcast
 from nanonorm.machine import widest_float
-from nanonorm.plots import COLOURS, GREY, pyplot
 
 EPS = 1e-5  # of GPT-2's LayerNorm; in place of an eps so large that the norm is a fixed scaling
 
@@ -80,54 +77,27 @@ def measure(model: Transformer, batches, device) -> list[dict]:
     return [watch.row(name) for name, watch in watches.items()]
 
 
-HEADS = (
-    "norm",
-    "sigma, position 0",
-    "sigma, others",
-    "c* sigma",
-    "c* sigma, skip first",
-    "sigma / mean sigma",
-)
-KEYS = ("c_times_sigma", "c_skip_first_times_sigma", "c_mean_scale_times_sigma")
+COLUMNS = {
+    "sigma, position 0": "sigma_first",
+    "sigma, others": "sigma_others",
+    "c* sigma": "c_times_sigma",
+    "c* sigma, skip first": "c_skip_first_times_sigma",
+    "sigma / mean sigma": "c_mean_scale_times_sigma",
+}  # head -> key of a row
 
 
 def print_table(rows: list[dict]):
     """Print a Markdown table, and what is lowest in it."""
-    widths = [max(len(HEADS[0]), *(len(row["site"]) for row in rows)), *map(len, HEADS[1:])]
+    widths = [max(len("norm"), *(len(row["site"]) for row in rows)), *map(len, COLUMNS)]
 
     def line(cells):
         print("| " + " | ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)) + " |", flush=True)
 
-    line(HEADS)
+    line(("norm", *COLUMNS))
     print("|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
     for row in rows:
-        scales = [f"{row[key]:.4g}" for key in ("sigma_first", "sigma_others")]
-        line([row["site"], *scales, *(f"{row[key]:.3f}" for key in KEYS)])
-    for key, what in zip(KEYS[:2], ("with position 0", "without it"), strict=True):
-        worst = min(rows, key=lambda row: row[key])
-        print(f"c* sigma {what}: {worst[key]:.3f} at the lowest, {worst['site']}")
-
-
-def draw(path: str, rows: list[dict], title: str):
-    """The table as two panels: sigma of position 0 and of the others, and how well each c fits the others."""
-    figure, (scales, fits) = pyplot().subplots(2, 1, figsize=(6.5, 5), sharex=True, layout="constrained")
-    x = np.arange(len(rows))
-    for key, label, colour in (
-        ("sigma_first", "position 0", COLOURS[2]),
-        ("sigma_others", "the others", COLOURS[0]),
-    ):
-        scales.semilogy(x, [row[key] for row in rows], ".-", color=colour, label=label)
-    names = ("c*, all positions", "c*, without position 0", "1 / mean sigma (FakeLN)")
-    for key, label, colour in zip(KEYS, names, (COLOURS[2], COLOURS[0], COLOURS[3]), strict=True):
-        fits.plot(x, [row[key] for row in rows], ".-", color=colour, label=label)
-    fits.axhline(1, color=GREY, linewidth=0.8)
-    scales.set_ylabel("mean sigma")
-    fits.set_ylabel("c times sigma of the others")
-    fits.set_xlabel("norm, in the order of the forward pass")
-    for panel in (scales, fits):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=9, frameon=False)
-    fits.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(title, fontsize=9)
-    with atomic_write(path) as f:
-        figure.savefig(f, dpi=200, format="png")
+        forms = {key: ".3f" if key.startswith("c_") else ".4g" for key in COLUMNS.values()}
+        line([row["site"], *(format(row[key], form) for key, form in forms.items())])
+    for head, what in (("c* sigma", "with position 0"), ("c* sigma, skip first", "without it")):
+        worst = min(rows, key=lambda row: row[COLUMNS[head]])
+        print(f"c* sigma {what}: {worst[COLUMNS[head]]:.3f} at the lowest, {worst['site']}")

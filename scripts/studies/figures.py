@@ -1,0 +1,194 @@
+"""How every report's figures look: one palette, one legend below the axes, every run shown.
+
+A run is a thin line over the steps, and a dot elsewhere. An interval is drawn of three values and more. A
+line joins means of the same seeds alone. The numbers behind the curves go into curves.csv. Needs matplotlib.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nanonorm.files import atomic_write
+from nanonorm.plots import pyplot
+from scripts.studies.runs import FinishedRun
+from scripts.studies.stats import interval
+from scripts.studies.tables import write_csv
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
+STYLE = {
+    "baseline": ("#000000", "-"), "baseline_aux": ("#777777", "-"),
+    "internal": ("#0072B2", "--"), "internal_aux": ("#56B4E9", "-"),
+    "final": ("#E69F00", "-."), "all": ("#D55E00", "--"), "all_aux": ("#CC79A7", "-"),
+    "coupled": ("#009E73", "-"), "layernorm": ("#0072B2", "--"), "cbwc": ("#56B4E9", ":"),
+    "vanilla": ("#000000", "-"), "fakeln": ("#E69F00", "-"),
+    "dyt": ("#D55E00", "-."), "derf": ("#CC79A7", (0, (5, 1, 1, 1, 1, 1))),
+}  # fmt: skip
+OTHER = ("#999999", ":")  # what has no style of its own
+NORM_FREE = ("dyt", "derf")  # their loss and stream would set the scale of all others
+WIDTH = 6.5  # inches, a text column
+COLUMNS = ["figure", "panel", "curve", "x", "mean", "low", "high", "n"]  # of curves.csv
+CURVE_POINTS = 400  # of a long run, in the CSV
+
+
+class Panel(NamedTuple):
+    """A metric over the steps."""
+
+    title: str
+    metric: str
+    label: str = ""  # of the y axis
+    less_baseline: bool = False  # the difference to the baseline's run of the same seed
+    since: float = 0.0  # share of the run that comes before the frame
+
+
+def curve(
+    runs: list[FinishedRun], metric: str, base: list[FinishedRun] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """(steps (T), values (runs, T)) of a metric at the steps that all runs have. With `base`, the values are
+    the differences to the run of the same seed there, and a run without one is left out."""
+    of_seed = {run.seed: run.series(metric) for run in base}
+    paired = [run for run in runs if run.seed in of_seed or not base]
+    found = [run.series(metric) for run in paired]
+    below = [of_seed[run.seed] for run in paired] if base else [dict.fromkeys(s, 0) for s in found]
+    steps = sorted(set.intersection(*map(set, found + below))) if found else []
+    values = [[s[k] - b[k] for k in steps] for s, b in zip(found, below, strict=True)]
+    return np.array(steps), np.array(values).reshape(len(found), len(steps))
+
+
+def smooth(values, width: int):
+    """Running median over `width` log lines, an odd number, fewer at the ends. (n, T) -> (n, T)."""
+    reach = width // 2
+    rows = [values[:, max(0, at - reach) : at + reach + 1] for at in range(values.shape[-1])]
+    return np.stack([np.median(row, -1) for row in rows], -1) if rows else values
+
+
+def styled_pyplot():
+    """matplotlib's pyplot with the look of these figures. Raises: BadInput if matplotlib is not installed."""
+    plt = pyplot()
+    plt.rcParams.update(
+        {"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3,
+         "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.3,
+         "legend.frameon": False, "savefig.dpi": 200}
+    )  # fmt: skip
+    return plt
+
+
+def shades(colours: list[str]) -> list[str]:
+    """The colours, where one comes again as a mix of it with white; of a light one, with black."""
+    found = []
+    for i, colour in enumerate(colours):
+        rgb = np.array(list(bytes.fromhex(colour[1:])))
+        mixed = 0.7 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
+        other = 255 if rgb @ (0.3, 0.59, 0.11) < 140 else 0
+        found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
+    return found
+
+
+def rows_needed(cells: int, columns: int) -> int:
+    return -(-cells // columns)
+
+
+class Figures:
+    """Draws and writes into a folder; keeps the numbers behind the curves."""
+
+    def __init__(self, out: Path):
+        self.plt, self.out = styled_pyplot(), out
+        self.points = []  # rows of COLUMNS
+
+    def axes(self, rows: int, columns: int, height: float, **shared):
+        size = {"figsize": (WIDTH, height), "layout": "constrained", "squeeze": False}
+        fig, axes = self.plt.subplots(rows, columns, **size, **shared)
+        return fig, axes.flatten()
+
+    def log_scale(self, ax, low: float, high: float):
+        """A logarithmic y axis with plain numbers."""
+        ax.set(yscale="log", ylim=(low, high))
+        ticker = self.plt.matplotlib.ticker
+        steps = (1, 2, 5) if high / low < 100 else (1,)
+        ax.yaxis.set_major_locator(ticker.LogLocator(subs=steps, numticks=7))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+    def draw(self, ax, figure: str, panel: str, name: str, x, values, width: int = 1, dots=False, **more):
+        """Values (runs, T), smoothed: their mean as a line, each run as a thin line or as dots."""
+        if not values.size:
+            return
+        y = smooth(values, width) if width > 1 else values
+        mean, low, high = np.mean(y, 0), *np.percentile(y, (2.5, 97.5), axis=0)
+        colour, line = STYLE.get(name, OTHER)
+        look = {"color": colour, "linestyle": line, "label": f"{name} (n={len(y)})", **more}
+        if look["linestyle"] != "-":  # a dash over a line can be seen, one under it cannot
+            look = {"zorder": 2.5, "linewidth": 1.6} | look
+        ax.plot(x, mean, **look)
+        each = {"linestyle": "none", "marker": ".", "markersize": 4} if dots else {"linewidth": 0.5}
+        if dots or len(y) > 1:
+            ax.plot(x, y.T, color=look["color"], alpha=0.5, **each)
+        rows = list(zip(x, mean, low, high, strict=True))
+        for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
+            self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
+
+    def dots(self, ax, at: list, values: list[list], across=False, bars=True, **look):
+        """Several values at each place: their mean, a dot each, and of three or more the 95% interval."""
+        found = [interval(several) for several in values]
+        half = [i.half if bars and i.n > 2 else math.nan for i in found]
+        means = [i.mean for i in found]
+        if across:
+            ax.errorbar(means, at, xerr=half, **look)
+        else:
+            ax.errorbar(at, means, yerr=half, **look)
+        dots = {"linestyle": "none", "marker": ".", "color": "#000000", "markersize": 2.5, "zorder": 3}
+        for place, several in zip(at, values, strict=True):
+            places = [place] * len(several)
+            ax.plot(*((several, places) if across else (places, several)), **dots)
+
+    def panels(self, name: str, panels: list[Panel], rows: dict, variants, columns=2, height=3.2) -> str:
+        """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""
+        fig, axes = self.axes(rows_needed(len(panels), columns), columns, height)
+        for ax, panel in zip(axes, panels, strict=True):
+            base = rows["baseline"] if panel.less_baseline else ()
+            late = {}  # past the first twentieth: the start would set the scale
+            for v in variants:
+                x, y = curve(rows.get(v, []), panel.metric, base)
+                if not y.size or (panel.less_baseline and not base):
+                    continue
+                width = len(x) // 50 | 1
+                self.draw(ax, name, panel.title, v, x, y, width)
+                late[v] = smooth(y, width)[:, int(len(x) * (panel.since or 0.05)) :]
+                if panel.since:
+                    ax.set_xlim(x[int(len(x) * panel.since)], x[-1])
+            self.fit(ax, late)
+            ax.set(xlabel="optimizer step", ylabel=panel.label, title=panel.title)
+        return self.save(fig, name, axes[0])
+
+    def fit(self, ax, late: dict[str, np.ndarray]):
+        """Fit the y axis to the variants' values (runs, T), the norm-free only where there are no others."""
+        fitted = [y.ravel() for v, y in late.items() if v not in NORM_FREE]
+        fitted = fitted or [y.ravel() for y in late.values()]
+        values = np.concatenate([*fitted, np.array([math.nan])])
+        if not np.isfinite(values).any():
+            return
+        low, high = np.nanpercentile(values, (0.5, 98))  # a spike leaves the frame, and flattens nothing
+        if low > 0 and high / low > 8:
+            self.log_scale(ax, low / 1.3, high * 1.5)
+        else:
+            room = high - low + 1e-9
+            ax.set_ylim(low - 0.1 * room, high + 0.15 * room)
+
+    def save(self, fig, name: str, legend_from=None) -> str:
+        """Write NAME.png with one legend below the axes; returns the markdown that shows it."""
+        if legend_from is not None:
+            handles, labels = legend_from.get_legend_handles_labels()
+            columns = max(
+                1, min(3, 95 // (10 + max(map(len, labels), default=0)))
+            )  # what fits below the axes
+            rows = rows_needed(len(labels), columns)
+            fig.set_figheight(fig.get_figheight() + 0.19 * max(0, rows - 2))
+            fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
+        with atomic_write(self.out / f"{name}.png") as f:
+            fig.savefig(f, format="png")
+        self.plt.close(fig)
+        return f"![{name}]({name}.png)"
+
+    def write_curves(self):
+        write_csv(self.out / "curves.csv", COLUMNS, self.points)

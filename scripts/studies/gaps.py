@@ -1,0 +1,282 @@
+"""What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
+
+    python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/coupled_mlp
+    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/gate
+
+PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
+knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
+differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
+interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput
+from nanonorm.knobs import is_read
+from scripts.runs import NOT_THE_RUN, PAPER_ROWS
+from scripts.studies.figures import OTHER, STYLE, Figures, shades
+from scripts.studies.runs import FinishedRun, by_seed, collect, in_order, varying
+from scripts.studies.stats import interval, relative, spread
+from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
+
+MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
+FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
+
+
+@dataclass
+class Knobs:
+    """What is compared."""
+
+    by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
+    against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
+    to: str = "baseline"  # the variant that the others are compared with
+    out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
+
+
+@dataclass(eq=False)
+class Cell:
+    """The runs of one setting: a row of the table, a point of the figure.
+
+    group: their values of --by; what: the setting in words; at: their value of --against, None where it is
+    not read; gaps: {seed: gap to the base's run in %}, empty for the base itself.
+    """
+
+    group: tuple
+    what: str
+    at: float | None
+    runs: list[FinishedRun] = field(default_factory=list)
+    gaps: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def variant(self) -> str:
+        return self.runs[0].variant
+
+    def values(self, y: str) -> dict[int, float]:
+        """{seed: gap or loss}"""
+        return self.gaps if y == "gap" else by_seed(self.runs)
+
+
+def scales(knob: str, finished: list[FinishedRun]) -> bool:
+    """Whether a step of the schedule comes at one share of every run that reads it."""
+    settings = [run.settings for run in finished if knob in run.point]
+    return knob in FOLLOW and len({round(c[knob] / c["max_iters"], 3) for c in settings}) == 1
+
+
+def named_by(finished: list[FinishedRun], by: tuple[str, ...], against: str | None) -> list[str]:
+    """The knobs that name a row: those in which runs differ, but for a schedule that scales with the length
+    of the run. Raises: BadInput for runs of several texts or machines."""
+    alike = defaultdict(list)
+    for run in finished:
+        alike[tuple(run.settings[knob] for knob in by)].append(run)
+    within = {knob for runs in alike.values() for knob in varying(runs)}
+    differ = [knob for knob in varying(finished) if knob not in (*by, against)]
+    differ = [knob for knob in differ if knob in within or not scales(knob, finished)]
+    if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
+        values = sorted({str(run.point[odd[0]]) for run in finished})
+        raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
+    return differ
+
+
+def compared(
+    finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None, to: str = "baseline"
+) -> list[Cell]:
+    """The settings with their gaps to the variant `to`; where it reads `against` too, pairs agree in that.
+    Groups in order of their values, the variant `to` first in each. Raises: BadInput."""
+    differ, found = named_by(finished, by, against), {}
+    for run in finished:
+        own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
+        at = run.settings[against] if against in run.point else None
+        key = (tuple(run.settings[k] for k in by), " ".join([run.variant, *own]), at)
+        found.setdefault(key, Cell(*key)).runs.append(run)
+    bases = {}  # (group, at) -> the cell that others are compared with
+    for cell in found.values():
+        if cell.variant == to:
+            other = bases.setdefault((cell.group, cell.at), cell)
+            if other is not cell:
+                names = " and ".join(sorted((other.what, cell.what)))
+                raise BadInput(f"{names} would be one {to}; name what differs in --by")
+    reads_it = any(at is not None for _, at in bases)
+    for cell in found.values():
+        base = bases.get((cell.group, cell.at if reads_it else None))
+        if base and cell.variant != to:
+            cell.gaps = relative(by_seed(cell.runs), by_seed(base.runs))
+
+    def place(cell: Cell):
+        at = math.inf if cell.at is None else cell.at
+        return in_order(cell.group), cell.variant != to, variant_index(cell.what), cell.what, at
+
+    return sorted(found.values(), key=place)
+
+
+def variant_index(name: str) -> int:
+    """The place of a setting's variant in the papers' tables, behind them for another."""
+    order, variant = list(PAPER_ROWS), name.split()[0]
+    return order.index(variant) if variant in order else len(order)
+
+
+def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = None) -> str:
+    table = []
+    for cell in found:
+        gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
+        at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
+        scale = spread([run.last("s/mean") for run in cell.runs], 2)
+        row = [*cell.group, cell.what, *at, len(losses), spread(losses), scale, gap.n]
+        table.append([*row, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()])
+    head = [*by, "", *([against] if against else []), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
+    return markdown(table, [*head, "95% interval"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# drawn
+
+
+def looks(found: list[Cell]) -> dict[str, dict]:
+    """{setting: how it is drawn}: its variant's marker, a shade of its variant's colour, its number of pairs
+    (of runs, for the one that the others are compared with)."""
+    names = list(dict.fromkeys(cell.what for cell in found))
+    colours = shades([STYLE.get(name.split()[0], OTHER)[0] for name in names])
+    drawn = {}
+    for name, colour in zip(names, colours, strict=True):
+        mine = [cell for cell in found if cell.what == name]
+        counts = [len(cell.gaps) for cell in mine]
+        counts = counts if any(counts) else [len(cell.runs) for cell in mine]
+        n = "-".join(str(count) for count in sorted({min(counts), max(counts)}))
+        marker = MARKERS[variant_index(name) % len(MARKERS)]
+        look = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2}
+        drawn[name] = {"color": colour, "label": f"{name} (n={n})", **look}
+    return drawn
+
+
+def draw(figures: Figures, found: list[Cell], by: tuple[str, ...], to: str):
+    """The gaps, a line of the axis a group."""
+    found = [cell for cell in found if cell.gaps]
+    groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
+    fig, (ax,) = figures.axes(1, 1, max(1.7, 1.0 + 0.15 * len(groups) * (len(drawn) + 1)))  # room for a label
+    for i, (name, look) in enumerate(drawn.items()):
+        mine = [cell for cell in found if cell.what == name]
+        at = [groups.index(cell.group) + 0.7 * ((i + 0.5) / len(drawn) - 0.5) for cell in mine]
+        figures.dots(ax, at, [list(cell.gaps.values()) for cell in mine], across=True, **look)
+    widest = max(abs(gap) for cell in found for gap in cell.gaps.values())
+    if widest > 10:  # a failed run would press all the others together
+        ax.set_xscale("symlog", linthresh=1)
+        ax.xaxis.set_major_formatter("{x:g}")
+    ax.axvline(0, color="#000000", linewidth=0.8)
+    ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
+    ax.set_ylim(len(groups) - 0.5, -0.5)
+    label = f"gap to {to} of the same seed, %" + ("\n(logarithmic beyond 1)" if widest > 10 else "")
+    ax.set(xlabel=label, ylabel=",\n".join(by))
+    figures.save(fig, "gaps", ax)
+
+
+def draw_against(figures: Figures, found: list[Cell], by: tuple[str, ...], to: str, against: str):
+    """The gaps over a knob's values, a panel a group. Where `to` has values of the knob too, a row of panels
+    below has the losses."""
+    found = [cell for cell in found if cell.at is not None]
+    has_losses = any(cell.variant == to for cell in found)
+    rows = {"gap": f"gap to {to}\nof the same seed, %"} | ({"loss": "val/loss"} if has_losses else {})
+    groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
+    fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows), sharex="col", sharey="row")
+    axes = axes.reshape(len(rows), len(groups))
+    for panels, (y, label) in zip(axes, rows.items(), strict=True):
+        panels[0].set_ylabel(label)
+        for ax, group in zip(panels, groups, strict=True):
+            draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y)
+    for ax, group in zip(axes[0], groups, strict=True):
+        ax.axhline(0, color="#000000", linewidth=0.8)
+        ax.set_title(", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True)))
+    for ax in axes[-1]:
+        ax.set_xlabel(against)
+    figures.save(fig, "gaps", axes[-1, -1])
+
+
+def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict], y: str):
+    """One panel of y, gap or loss. Neighbours with the same seeds are joined."""
+    ticks = sorted({cell.at for cell in here})
+    low, high = ticks[0], ticks[-1]
+    wide = 0 < 10 * low <= high
+    for i, (name, look) in enumerate(drawn.items()):
+        mine = [cell for cell in here if cell.what == name and cell.values(y)]
+        aside = (2 * i - len(drawn) + 1) / 80 / max(1, len(drawn) - 1)  # so that no bar hides another
+        x = [v.at * (high / low) ** aside if wide else v.at + (high - low) * aside for v in mine]
+        values = [list(cell.values(y).values()) for cell in mine]
+        figures.dots(ax, x, values, bars=y == "gap", **look)
+        for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, values, strict=True)), strict=True):
+            if a.values(y).keys() == b.values(y).keys():
+                line = [(at, sum(of) / len(of)) for at, of in ends]
+                ax.plot(*zip(*line, strict=True), color=look["color"], linewidth=1.0)
+    if wide:
+        ax.set_xscale("log")
+    if len(ticks) < 9:
+        ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
+        ax.minorticks_off()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
+    """Raises: BadInput."""
+    named = [*((knob, "by") for knob in k.by), *([(k.against, "against")] if k.against else [])]
+    for knob, flag in named:
+        if knob not in {f.name for f in fields(Config)}:
+            raise BadInput(f"--{flag}={knob}: train.py has no such knob")
+        if knob in NOT_THE_RUN:
+            raise BadInput(f"--{flag}={knob}: it sets no runs apart")
+        for run in finished:
+            value = run.settings[knob]
+            if flag == "by" and not is_read(knob, Config(**run.settings)):
+                remedy = f"leave it out: where runs differ in {knob}, the rows say it"
+                raise BadInput(f"--by={knob}: {run.variant} does not read it; {remedy}")
+            if flag == "against" and value is not None and type(value) not in (int, float):
+                raise BadInput(f"--against={knob}: {value} is not a number")
+    if k.against in k.by:
+        raise BadInput(f"{k.against} is in --by and --against; leave it out of one of them")
+    if k.to not in (there := sorted({run.variant for run in finished})):
+        raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
+
+
+def main(argv: list[str]):
+    k, _, paths = parse(Knobs, argv, usage=__doc__)
+    if not paths:
+        raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
+    finished, left_out = collect(paths)
+    refuse_nonsense(k, finished)
+    found = compared(finished, k.by, k.against, k.to)
+    if not any(cell.gaps for cell in found):
+        raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
+    if k.against and all(cell.at is None for cell in found):
+        raise BadInput(f"--against={k.against}: no run reads it")
+    figures = Figures(report_folder(k.out))
+    if k.against is None:
+        draw(figures, found, k.by, k.to)
+    else:
+        draw_against(figures, found, k.by, k.to, k.against)
+    versions = []
+    for name in ("commit", "processor", "torch", "dtype"):
+        values = sorted({str(run.head["versions"].get(name)) for run in finished})
+        versions.append(f"{name} {', '.join(values)}")
+    text = [f"# Gaps to {k.to}", command_line("gaps", argv), table_text(found, k.by, k.against)]
+    text.append(
+        "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
+        "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
+        f"{len(finished)} runs; {'; '.join(versions)}."
+    )
+    text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
+    text.append("![gaps](gaps.png)")
+    text.append("A dot is a run or a pair of runs; a bar the interval of three pairs and more.")
+    write_markdown(figures.out / "gaps.md", text)
+    head = ["what", "seed", "loss", "scale", "folder", "gap", *([k.against] if k.against else []), *k.by]
+    table = []
+    for cell in found:
+        at = [cell.at] if k.against else []
+        for run in cell.runs:
+            numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
+            table.append([cell.what, *numbers, *at, *cell.group])
+    write_csv(figures.out / "gaps.csv", head, table)
+    print(f"{len(finished)} runs, {len(left_out)} left out; wrote {figures.out / 'gaps.md'}, .csv and .png")

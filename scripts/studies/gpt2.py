@@ -1,0 +1,240 @@
+"""How GPT-2 takes the loss of its LayerNorms: tables and figures of fine-tunings by protocol and seed.
+
+    python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=results/gpt2_small
+
+The folder holds a folder a protocol, vanilla and some of fakeln, internal and all, each with a run folder a
+seed; --out holds what scripts/evaluate.py made of these runs, evaluation.json, and with --calibration of the
+network before, calibration.json. Runs of the same seed see the same windows and the same dropout masks, so a
+gap is taken by pairs. Writes report.md, the figures and curves.csv into --out. Needs matplotlib.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput
+from nanonorm.schedules import drop_steps, gate_sites
+from nanonorm.typed import Count
+from scripts.studies.calibration import COLUMNS
+from scripts.studies.figures import Figures, Panel, curve
+from scripts.studies.residual import draw_streams, stream_rms
+from scripts.studies.runs import FinishedRun, Unusable, load_all, network_lines, read_json
+from scripts.studies.stats import differences, interval, spread
+from scripts.studies.tables import command_line, markdown, report_folder, write_markdown
+
+PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
+WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
+TABLED = (*PROTOCOLS, WITH_FIRST)
+AGAINST = (("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"))
+NEAR = 5  # steps that are averaged on either side of an event
+PANELS = [
+    Panel("Training loss", "train/ce", "nats per token"),
+    Panel("less vanilla's", "train/ce", "nats per token", less_baseline=True),
+    Panel("Gate, mean over the norms", "gate", "gate"),
+    Panel("Scale of the last stream", "s/mean", "mean sigma (dimensionless)"),
+]
+
+Runs = dict[str, list[FinishedRun]]  # protocol -> its runs by seed
+
+
+@dataclass
+class Knobs:
+    """What is reported."""
+
+    base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
+    out: str = "results/gpt2_small"  # folder of evaluation.json and calibration.json, and of what is written
+    tokens: Count = 16_384  # of validation text, for the residual stream's RMS
+
+
+def refuse_what_cannot_be_compared(runs: Runs, losses: dict[str, dict]):
+    """Raises: BadInput if runs lack a step of the log, or a partner, or were not all evaluated."""
+    seeds = {name: [run.seed for run in found] for name, found in runs.items()}
+    for name, found in runs.items():
+        if seeds[name] != seeds["vanilla"]:
+            said = f"the runs of {name} are of seeds {seeds[name]}, vanilla of {seeds['vanilla']}"
+            raise BadInput(f"{said}; gaps are taken by pairs")
+        for run in found:
+            later = [again.get("log_interval") or 1 for again in run.head.get("resumed", [])]
+            if (every := max(run.settings["log_interval"], *later, 1)) > 1:
+                raise BadInput(f"{run.folder} has log_interval={every}; it must be 1")
+    if not losses:
+        raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
+    wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
+    for text, rows in losses.items():
+        if rows.keys() != wanted:
+            differ = ", ".join("/".join(key).rstrip("/") for key in sorted(rows.keys() ^ wanted))
+            raise BadInput(f"the losses on {text} are not those of these runs: {differ}; evaluate them again")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# losses on held-out text
+
+
+def losses(evaluated: dict) -> dict[str, dict[tuple, dict]]:
+    """{text: {(protocol, seed): its row}} of what evaluate.py wrote; the network before is ("before", "")."""
+    found = {}
+    for row in evaluated.get("rows", []):
+        if "ce" not in row:
+            raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
+        path = Path(row["model"])
+        key = (path.parent.name, path.name) if path.parent.name in TABLED else ("before", "")
+        found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})[key] = row
+    return found
+
+
+def text_table(rows: dict[tuple, dict]) -> list[str]:
+    """Of one text: the loss of each protocol and its gap to vanilla, then protocol against protocol."""
+
+    def by_seed(name: str, key: str) -> dict[str, float]:
+        return {seed: row[key] for (protocol, seed), row in rows.items() if protocol == name}
+
+    def less(a: str, b: str, key: str = "ce") -> str:
+        return str(interval(differences(by_seed(a, key), by_seed(b, key)).values()))
+
+    there, table = {protocol for protocol, _ in rows}, []
+    for name in ("before", *(name for name in TABLED if name in there)):
+        columns = [spread(list(by_seed(name, key).values())) for key in ("ce", "ce_no_end", "median")]
+        tail = spread(list(by_seed(name, "p99.9").values()), 2)
+        gap = "-" if name in ("before", "vanilla") else less(name, "vanilla")
+        table.append([name, len(by_seed(name, "ce")), *columns, tail, gap])
+    said = [f"{a} less {b}: {less(a, b)}" for a, b in AGAINST if {a, b} <= there]
+    far = [f"{name} {less(name, 'vanilla', 'p99.9')}" for name in PROTOCOLS[1:] if name in there]
+    head = ["", "n", "mean", "without end of text", "median", "99.9%", "gap to vanilla"]
+    tails = f"The 99.9% percentile less vanilla's: {'; '.join(far)}"
+    return [markdown(table, head), "; ".join(said), tails]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what the removal of each norm does
+
+
+def events_of(run: FinishedRun) -> dict[int, list[str]]:
+    """{step: the gates that fall at it} of a sequential removal."""
+    config, events = Config(**run.settings), {}
+    sites = gate_sites(config)
+    for site, step in zip(sites, drop_steps(config, sites), strict=True):
+        events.setdefault(step, []).append(site)
+    return events
+
+
+def event_table(fakeln: list[FinishedRun], vanilla: list[FinishedRun]) -> str:
+    """A row an event of the sequential removal: the training loss less vanilla's before it, in the step that
+    is the first without the norm, and before the next event."""
+    steps, values = curve(fakeln, "train/ce", vanilla)  # a log line n is of the step n - 1
+    of_step = dict(zip(steps - 1, values.T, strict=True))  # {step: (runs)}
+    events = sorted(events_of(fakeln[0]).items())
+    ends = [step for step, _ in events[1:]] + [min(events[-1][0] + 10 * NEAR, max(of_step) + 1)]
+
+    def mean_before(step: int):
+        return np.mean([of_step[k] for k in range(step - NEAR, step) if k in of_step], 0)
+
+    rows = []
+    for (step, sites), end in zip(events, ends, strict=True):
+        before, at, after = mean_before(step), of_step[step], mean_before(end)
+        changes = [spread(values - before, sign="+") for values in (at, after)]
+        rows.append([step, ", ".join(sites), spread(before), *changes])
+    head = ["step", "norms that go", "loss less vanilla's, before", "in the step", "before the next"]
+    return markdown(rows, head)
+
+
+def draw_events(figures: Figures, fakeln: list[FinishedRun], vanilla: list[FinishedRun]) -> str:
+    """The training loss less vanilla's around the removal, step by step, with a line an event."""
+    fig, (ax,) = figures.axes(1, 1, 2.9)
+    x, y = curve(fakeln, "train/ce", vanilla)
+    events = events_of(fakeln[0])
+    near = (x > min(events) - 20) & (x < max(events) + 60)
+    figures.draw(ax, "events", "events", "fakeln", x[near] - 1, y[:, near])
+    for step in events:
+        ax.axvline(step, color="#999999", linestyle=":", linewidth=0.8, zorder=1)
+    ax.set(xlabel="optimizer step", ylabel="nats per token", title="FakeLN's training loss less vanilla's")
+    return figures.save(fig, "events")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the report
+
+
+def stream(figures: Figures, runs: Runs, tokens: int) -> list[str]:
+    """The residual stream's RMS by block. Raises: Unusable if it cannot be measured."""
+    measured = {name: np.array([stream_rms(run, tokens) for run in found]) for name, found in runs.items()}
+    rows = []
+    for name, values in measured.items():  # (runs, 3, blocks)
+        cells = [f"{attn:.2f} / {mlp:.2f}" for attn, mlp in values.mean(0)[:2].T]
+        rows.append([name, len(values), *cells])
+    said = (
+        f"RMS before attention / before the MLP, means over {tokens:,} tokens from all of the validation "
+        "split, those that are first in their window too, and over seeds."
+    )
+    head = ["", "n", *(f"block {i}" for i in range(len(rows[0]) - 2))]
+    return [markdown(rows, head), said, draw_streams(figures, "stream", measured)]
+
+
+def calibration_table(rows: list[dict]) -> str:
+    """c times sigma of the positions after the first, by norm, mean over the texts."""
+    table = []
+    for site in dict.fromkeys(row["site"] for row in rows):
+        same = [row for row in rows if row["site"] == site]
+        table.append([site, *(f"{np.mean([row[key] for row in same]):.3f}" for key in COLUMNS.values())])
+    return markdown(table, ["norm", *COLUMNS])
+
+
+def preamble(base: FinishedRun, runs: Runs) -> str:
+    """What the numbers are of."""
+    versions = base.head["versions"]
+    ran = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
+    steps_of = {run.settings["max_iters"] for found in runs.values() for run in found}
+    commits = {str(run.head["versions"]["commit"]) for found in runs.values() for run in found}
+    text = [
+        *network_lines(base, ("n_layer", "n_embd", "n_head", "block_size")),
+        f"- Runs from it: {'; '.join(ran)}; {', '.join(f'{n:,}' for n in sorted(steps_of))} steps",
+        "- Gaps are by pairs of the same seed, with 95% intervals by Student's t over seeds, not texts; "
+        "± elsewhere is a standard deviation over seeds",
+        f"- {versions['processor']}, torch {versions['torch']}, {versions['dtype']}; commit "
+        f"{versions['commit']} of the network, {', '.join(sorted(commits))} of the runs",
+    ]
+    return "\n".join(text)
+
+
+def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
+    """(blocks of markdown, the figures with their points). Raises: BadInput, Unusable."""
+    out, evaluate = report_folder(k.out), "python scripts/evaluate.py RUN... --data=... --out="
+    evaluated, calibrated = (
+        read_json(out / f"{name}.json", evaluate) for name in ("evaluation", "calibration")
+    )
+    runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
+    if not runs.get("vanilla"):
+        raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
+    (base,) = load_all(Path(k.base))
+    figures, text = Figures(out), [preamble(base, runs)]
+    refuse_what_cannot_be_compared(runs, found := losses(evaluated))
+    for name, rows in found.items():
+        text += [f"## Loss on {name}, nats per token", *text_table(rows)]
+    drawn = {name: runs[name] for name in PROTOCOLS if name in runs}
+    with_base = drawn | {"baseline": runs["vanilla"]}
+    text += ["## Over the steps", figures.panels("curves", PANELS, with_base, PROTOCOLS, height=5.0)]
+    if "fakeln" in runs:
+        text += ["## What each removal of FakeLN does", event_table(runs["fakeln"], runs["vanilla"])]
+        text.append(
+            "Training losses less those of vanilla's run with the same seed, windows and dropout: the mean "
+            f"of {NEAR} steps before the event; its step, less that; {NEAR} steps before the next, less that."
+        )
+        text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
+    text += ["## c* times sigma in the network before", calibration_table(calibrated["rows"])]
+    return [*text, "## The residual stream", *stream(figures, {"before": [base], **drawn}, k.tokens)], figures
+
+
+def main(argv: list[str]):
+    k, _, words = parse(Knobs, argv, usage=__doc__)
+    if len(words) != 1:
+        raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
+    try:
+        text, figures = report(k, Path(words[0]))
+    except Unusable as e:
+        raise BadInput(str(e)) from None
+    title = ["# GPT-2 without LayerNorm, small", command_line("gpt2", argv)]
+    write_markdown(figures.out / "report.md", [*title, *text])
+    figures.write_curves()
+    print(f"wrote {figures.out / 'report.md'}, curves.csv and the figures")

@@ -1,0 +1,375 @@
+"""Tables and figures of the papers, from finished runs.
+
+    python scripts/report.py papers out/small --out=results/small
+    python scripts/report.py papers out/recipe out/dyt --tuned=init,learning_rate --out=results/small
+
+Each PATH is a run folder or a folder of runs. A run that cannot be used (no metrics, half-written, damaged,
+unfinished, of another version, not finite, a second copy) is named in the report with the reason, and is left
+out of every number. Runs that differ in anything but the variant and the seed are never averaged: sizes,
+lengths, corpora, devices and versions of torch get a section each; of the settings that a variant was run
+with, one stands in the tables and figures, and all in a table of their own. --tuned=init,learning_rate names
+knobs in which the variants of one table may differ: of several values the one with the lowest val/loss
+counts. Writes report.md, the figures, runs.csv and curves.csv. Needs matplotlib.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput
+from nanonorm.knobs import is_read
+from nanonorm.typed import Count
+from scripts.runs import AUX_WEIGHT, PAPER_ROWS
+from scripts.studies.figures import Figures, Panel, curve
+from scripts.studies.residual import draw_streams, stream_rms
+from scripts.studies.runs import SKIP, FinishedRun, Unusable, by_seed, collect, split, varying
+from scripts.studies.stats import interval, relative, spread
+from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
+
+TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
+OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
+# a knob that it does not read is one of some variants alone
+BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
+
+# Relative gap to Baseline in %, the range over 1 to 30 M parameters after 0.5 to 1 M steps of 8,192 tokens,
+# from the first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows:
+# not public.
+PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
+
+ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
+GAP = "gap by pairs, % (95% interval; pairs)"
+
+LOSSES = [
+    Panel("Training loss, the last half", "train/ce", "nats per token", since=0.5),
+    Panel("less the baseline's", "train/ce", "nats per token", less_baseline=True),
+]
+SCALES = [
+    Panel("Norm of the logits", "logits/l2", "mean l2 norm"),
+    Panel("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)"),
+]
+GRADIENTS = [
+    Panel(kind, f"grad/{kind}", "gradient norm" if kind in ("qkv", "down") else "")  # first of its row
+    for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm")
+]
+
+Rows = dict[str, list[FinishedRun]]  # variant -> its runs by seed
+
+
+@dataclass
+class Knobs:
+    """What is written."""
+
+    out: str = "results/report"  # folder of report.md, *.png and *.csv
+    tokens: Count = 4096  # of validation text, for the residual stream's RMS
+    tuned: tuple[str, ...] = ()  # knobs in which each variant has its own best: no reason for another table
+
+
+def main_rows(runs: list[FinishedRun], options: list[str], tuned: tuple[str, ...] = ()) -> Rows:
+    """Of several settings of a variant that with most knobs at their default (lambda at the paper's), then
+    that with most seeds, then that with the lowest val/loss where a knob is tuned."""
+    usual = asdict(Config()) | {"aux_weight": AUX_WEIGHT}
+
+    def rank(setting: tuple) -> tuple:
+        values, same = setting
+        known = [usual[k] == v for k, v in zip(options, values, strict=True) if k not in tuned]
+        return sum(known), len(same), -np.mean([run.loss for run in same]) if tuned else 0
+
+    rows = {}
+    for variant in [*PAPER_ROWS, *sorted({run.variant for run in runs} - set(PAPER_ROWS))]:
+        settings = split([run for run in runs if run.variant == variant], options)
+        chosen = max(settings.items(), key=rank)[1] if settings else []
+        rows[variant] = sorted(chosen, key=lambda run: run.seed)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tables
+
+
+def losses(runs: list[FinishedRun], metric: str = "val/loss") -> str:
+    return spread([run.last(metric) for run in runs])
+
+
+def gap_text(runs: list[FinishedRun], base: list[FinishedRun]) -> str:
+    """Mean of the relative gaps in %, over pairs of the same seed, with its 95% interval and their number."""
+    found = interval(relative(by_seed(runs), by_seed(base)).values())
+    if not found.n or runs is base:
+        return "-"
+    within = f"{found.ends()}; " if found.n > 1 else ""
+    return f"{found.mean:+.2f} ({within}{found.n})"
+
+
+def main_table(rows: Rows) -> str:
+    """Losses and their gaps to both baselines, beside the paper's."""
+    table = []
+    for v, runs in rows.items():
+        gaps = [gap_text(runs, rows[base]) for base in ("baseline", "baseline_aux")]
+        table.append([v, len(runs), losses(runs), losses(runs, "val/bpb"), *gaps, PAPER.get(v, "-")])
+    head = ["variant", "n", "val/loss, nats/token", "val/bpb", GAP, "to baseline_aux", "paper's gap, %"]
+    return markdown(table, head)
+
+
+def speed_table(rows: Rows, alphas: dict[str, str]) -> str:
+    """CoupledNorm's Table 1, with CBWC: loss, tok/s and alpha of the designs that keep a statistic."""
+    table = []
+    for v in ("baseline", "coupled", "layernorm", "cbwc"):
+        speeds, speed = [], "-"
+        for run in rows[v]:
+            speeds += list(run.series("perf/tok_s").values())[1:]  # the first holds the warm-up
+        if speeds:
+            low, median, high = np.percentile(speeds, (25, 50, 75))
+            speed = f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
+        gap = gap_text(rows[v], rows["baseline"])
+        table.append([v, len(rows[v]), losses(rows[v]), gap, speed, alphas.get(v, "-")])
+    return markdown(table, ["variant", "n", "val/loss", GAP, "tok/s, median (quartiles)", "alpha"])
+
+
+def equality_table(rows: Rows) -> str:
+    """A row a seed: val/loss of RMSNorm, LayerNorm and CBWC, and their differences."""
+    rms, layer, cbwc = (by_seed(rows[v]) for v in ("baseline", "layernorm", "cbwc"))
+    table = []
+    for seed in sorted({*rms, *layer, *cbwc}):
+        cells = [f"{of[seed]:.7f}" if seed in of else "-" for of in (rms, layer, cbwc)]
+        for of in (cbwc, rms):
+            both = seed in of and seed in layer
+            cells.append(f"{of[seed] - layer[seed]:+.7f}" if both else "-")
+        table.append([seed, *cells])
+    head = ["seed", "RMSNorm (baseline)", "LayerNorm", "CBWC + RMSNorm"]
+    return markdown(table, [*head, "CBWC - LayerNorm", "RMSNorm - LayerNorm"])
+
+
+def settings_table(runs: list[FinishedRun], options: list[str], base: list[FinishedRun]) -> list[str]:
+    """A row a setting of every variant that was run with several; nothing if there is none."""
+    variants = dict.fromkeys(run.variant for run in runs)
+    of_variant = {v: [run for run in runs if run.variant == v] for v in variants}
+    knobs = [k for k in options if any(k in varying(mine) for mine in of_variant.values())]
+    table = []
+    for variant, mine in of_variant.items():
+        settings = split(mine, knobs)
+        for same in settings.values() if len(settings) > 1 else ():
+            values = [same[0].settings[k] if k in same[0].point else "-" for k in knobs]
+            table.append([variant, *values, len(same), seeds_text(same), losses(same), gap_text(same, base)])
+    if not table:
+        return []
+    title = f"### {', '.join(knobs)}, {runs[0].settings['max_iters']:,} steps"
+    return [title, markdown(table, ["variant", *knobs, "n", "seeds", "val/loss", GAP])]
+
+
+def seeds_text(runs: list[FinishedRun]) -> str:
+    return ", ".join(map(str, sorted({run.seed for run in runs}))) or "-"
+
+
+def knobs_text(runs: list[FinishedRun], knobs) -> str:
+    """The values of some knobs in runs that share them and read them."""
+    if not runs:
+        return ""
+    run = runs[0]
+    values = {k: run.settings.get(k, run.point[k]) for k in knobs if k in run.point}
+    return ", ".join(f"{k} {value}" for k, value in values.items() if value is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# figures
+
+
+def draw_calibration(figures: Figures, name: str, variant: str, runs: list[FinishedRun]) -> str:
+    """c over the calibration and by block, the gate and the learning rate."""
+    fig, (ax, by_block, gate, lr) = figures.axes(2, 2, 4.6)
+    n_layer, gate_start = (runs[0].settings[knob] for knob in ("n_layer", "gate_start"))
+    sites = [k for k in runs[0].lines[-1] if k.startswith("taper/c.")]
+    depth = figures.plt.cm.ScalarMappable(figures.plt.Normalize(0, max(1, n_layer - 1)), "viridis")
+    for kind, line, colour in (("attn", "-", "#0072B2"), ("mlp", "--", "#D55E00"), ("final", "", "#009E73")):
+        of_kind = [site for site in sites if site.endswith(kind)]
+        for i, site in enumerate(of_kind if line else ()):
+            x, y = curve(runs, site)
+            near = x <= 1.5 * gate_start
+            look = {"color": depth.to_rgba(i), "linestyle": line}
+            figures.draw(ax, name, "calibration of c", site, x[near], y[:, near], **look)
+        frozen = np.array([[run.last(site) for site in of_kind] for run in runs])
+        at = np.arange(len(of_kind)) + (n_layer if kind == "final" else 0)
+        look = {"color": colour, "linestyle": line, "marker": ".", "label": kind, "dots": True}
+        figures.draw(by_block, name, "c as frozen", f"c, {kind}", at, frozen, **look)
+    ax.axvline(gate_start, color="#999999", linestyle=":")
+    ax.set(
+        xlabel="optimizer step", ylabel="c (1 / RMS)", title=f"{variant}: calibration of c (dotted: frozen)"
+    )
+    by_block.set(xlabel="block", ylabel="c (1 / RMS)", title="c as frozen")
+    by_block.legend()
+    by_block.xaxis.get_major_locator().set_params(integer=True)
+    every = [v for run in runs for site in sites for v in run.series(site).values()]
+    for panel in (ax, by_block):
+        figures.log_scale(panel, min(every) / 1.2, max(every) * 1.2)
+    for panel, metric, label in ((gate, "gate", "gate g"), (lr, "lr", "learning rate")):
+        figures.draw(panel, name, label, metric, *curve(runs, metric), color="#000000", linestyle="-")
+        panel.set(xlabel="optimizer step", ylabel=label)
+    ticks = figures.plt.MaxNLocator(integer=True)
+    fig.colorbar(depth, ax=ax, ticks=ticks, label="block (solid attn, dashed mlp)")
+    return figures.save(fig, name)
+
+
+def training_figures(figures: Figures, tag: str, rows: Rows, others: bool) -> list[str]:
+    """What the papers draw over the steps: losses, logits, gradients, the calibration."""
+    text = ["### Training loss (TaperNorm's Figure 2)"]
+    text.append(figures.panels(f"loss_tapers{tag}", LOSSES, rows, TAPERS))
+    if others:
+        text.append("### Training loss, other norms")
+        text.append(figures.panels(f"loss_others{tag}", LOSSES, rows, OTHERS))
+    text.append("### Logit norm (TaperNorm's Figure 3)")
+    text.append(figures.panels(f"logits{tag}", SCALES, rows, TAPERS))
+    text.append("### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)")
+    text.append(figures.panels(f"gradients{tag}", GRADIENTS, rows, TAPERS, 3, 4.6))
+    tapered = [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]]
+    for v in tapered[:1]:
+        text.append("### Calibration, gate and learning rate")
+        text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
+    return text
+
+
+def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> tuple[list[str], dict[str, str]]:
+    """(blocks of markdown, {variant: its alpha with the spread}) of the residual stream's RMS."""
+    measured, reasons, alphas, table = {}, defaultdict(list), {}, []
+    for v, runs in rows.items():
+        arrays = []
+        for run in runs:
+            try:
+                arrays.append(stream_rms(run, tokens))
+            except Unusable as e:
+                reasons[str(e)].append(str(run.folder))
+        if arrays:
+            measured[v] = np.array(arrays)  # (runs, 3, layers)
+            ratios = measured[v][:, 2]
+            alphas[v] = spread(ratios.mean(1), 3)
+            table.append([v, len(arrays), alphas[v], *(f"{a:.3f}" for a in ratios.mean(0))])
+    text = ["### The residual stream (CoupledNorm's Figure 3)"]
+    if measured:
+        layers = max(values.shape[2] for values in measured.values())
+        what = "alpha: RMS of a token's stream before the MLP over that before attention; mean over "
+        what += f"{tokens:,} tokens, in windows from all of the validation split."
+        head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(layers))]
+        text += [markdown(table, head), what, draw_streams(figures, name, measured)]
+    for why, folders in reasons.items():
+        text.append(f"Left out, {folders[0]} and {len(folders) - 1} more: {why}")
+    return text, alphas
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the report, in blocks of markdown
+
+
+def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], options: list[str], k: Knobs):
+    """All about runs that differ in variant, seed, what some variants alone read, and what is tuned."""
+    rows, steps = main_rows(runs, options, k.tuned), runs[0].settings["max_iters"]
+    others = any(rows[v] for v in OTHERS[1:])
+    text = [f"## {title}"]
+    if k.tuned:
+        how = "was chosen by the very losses that the table gives, where several were tried"
+        text.append(f"The best value of {', '.join(k.tuned)} {how}.")
+    text += [f"### Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)", main_table(rows)]
+    settings = {v: knobs_text(same, dict.fromkeys([*options, *k.tuned])) for v, same in rows.items()}
+    told = [f"{v}: {said}" for v, said in settings.items() if said]
+    if told:
+        text.append(f"Settings in which the rows differ: {'; '.join(told)}.")
+    text.append(
+        "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
+        "same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline "
+        "with the anchor.\n"
+        "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to "
+        "1,000,000 steps; alike in kind."
+    )
+    text.append(
+        f"The figures: seeds {seeds_text(runs)}. A thin line or a dot is one run, a thick line the mean over "
+        "seeds. Over the steps it is a running median over a fiftieth of the run, in which a spike of one "
+        "line of the log does not show. Axes are fitted to what follows the first twentieth of the run, or "
+        "to the part shown; longer spikes leave the frame, and so do dyt and derf where they are far from "
+        "the others."
+    )
+    text += training_figures(figures, tag, rows, others)
+    residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
+    text += residual
+    if others:
+        text += ["### CoupledNorm's Table 1, and CBWC, at this scale", speed_table(rows, alphas)]
+        text.append(
+            "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. "
+            "This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one "
+            "process."
+        )
+        text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
+    return text + settings_table(runs, options, rows["baseline"])
+
+
+def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str], command: str) -> list[str]:
+    """What the numbers are made of."""
+    heads = [run.head for run in runs]
+    shared = []
+    for name, value in runs[0].settings.items():
+        told = name == "compile" or (name not in SKIP and name not in differ)
+        if told and all(run.settings[name] == value for run in runs):
+            shared.append(f"{name}={value}")
+    if len({run.settings["compile"] for run in runs}) > 1:
+        differ = [*differ, "compile"]
+    versions = []
+    for name in dict.fromkeys(n for h in heads for n in h["versions"] if n != "commit"):
+        values = sorted({str(h["versions"].get(name)) for h in heads})
+        versions.append(f"{name} {', '.join(values)}")
+    corpus = (
+        "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, "
+        "tokenizer sha256 {tokenizer_sha256:.12}"
+    )
+    corpora = dict.fromkeys(corpus.format(**h["corpus"]) for h in heads)
+    commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
+    lambdas = sorted({run.settings["aux_weight"] for run in runs} - {0})
+    parameters = sorted({h["parameters"] for h in heads})
+    text = [
+        *(f"- Corpus: {corpus}" for corpus in corpora),
+        f"- Shared settings: {', '.join(shared)}",
+        f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
+        f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
+        f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
+        f"- Versions: {'; '.join(versions)}",
+        f"- Commits, each run's in runs.csv: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
+    ]
+    changed = [said for run in runs for said in run.resumed_elsewhere()]
+    if changed:
+        text.append(f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}")
+    text.append(f"- Runs used: {len(runs)}; left out: {len(left_out)}")
+    text += [f"  - {folder}: {why}" for folder, why in left_out.items()]
+    return ["# Report", command, "\n".join(text)]
+
+
+def write_runs(path, runs: list[FinishedRun], options: list[str]):
+    """A row a run: what it was, what it ended with, and the commit that trained it."""
+    knobs = dict.fromkeys(
+        ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end", *options]
+    )
+    rows = []
+    for run in runs:
+        was = [run.folder, run.variant, run.seed, *(run.settings[k] for k in knobs)]
+        rows.append([*was, *map(run.last, ENDS), run.head["versions"]["commit"]])
+    write_csv(path, ["folder", "variant", "seed", *knobs, *ENDS, "commit"], rows)
+
+
+def main(argv: list[str]):
+    k, _, paths = parse(Knobs, argv, usage=__doc__)
+    if not paths:
+        raise BadInput("name run folders, or folders of runs: python scripts/report.py papers out/small")
+    if unknown := [knob for knob in k.tuned if knob not in Config.__dataclass_fields__]:
+        raise BadInput(f"--tuned={unknown[0]}: train.py has no such knob")
+    if same := (SKIP - {"aux_weight"}) & set(k.tuned):
+        raise BadInput(f"--tuned={min(same)}: it sets no runs apart")
+    runs, left_out = collect(paths)
+    out = report_folder(k.out)
+    figures, differ = Figures(out), varying(runs)
+    options = [n for n in differ if not is_read(n, BASELINE) or n in ("aux_weight", *k.tuned)]
+    sizes = [n for n in differ if n not in options]
+    text = preamble(runs, left_out, differ, command_line("papers", argv))
+    for number, group in enumerate(split(runs, sizes).values(), 1):
+        title, tag = knobs_text(group, sizes) or "Results", f"_{number}" if sizes else ""
+        text += section(figures, title, tag, group, options, k)
+    write_markdown(out / "report.md", text)
+    write_runs(out / "runs.csv", runs, options)
+    figures.write_curves()
+    said = f"{len(runs)} runs, {len(left_out)} left out"
+    print(f"{said}; wrote {out / 'report.md'}, runs.csv, curves.csv and the figures")

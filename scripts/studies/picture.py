@@ -1,0 +1,151 @@
+"""The README's picture: a run's loss and gate over its steps, and its speed with the norms and without.
+
+    python bench.py out/demo --batch=1 --seq=64 --out=out/demo/bench.json
+    python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
+
+The bars are of the benchmark's first runtime, batch and context. Needs matplotlib.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write
+from scripts.studies.figures import smooth, styled_pyplot
+from scripts.studies.runs import FinishedRun, Unusable, load, read_json
+
+# variant -> (colour, what it is)
+BARS = {
+    "baseline": ("#000000", "with its norms"),
+    "unfused": ("#56B4E9", "norms as scalings"),
+    "folded": ("#0072B2", "norms folded away"),
+    "floor": ("#BBBBBB", "matrix products alone"),
+}
+
+
+@dataclass
+class Knobs:
+    """Which benchmark is drawn beside the run, and where to."""
+
+    bench: str | None = None  # JSON file that bench.py wrote with --out
+    out: str = "results/demo.png"  # the picture
+
+
+def read_bars(path: Path) -> tuple[str, list[dict]]:
+    """(the machine, the benchmark's rows for its first runtime, batch and context). Raises: BadInput."""
+    report = read_json(path, "python bench.py RUN --out=")
+    try:
+        rows = [row for row in report["rows"] if row["variant"] in BARS]
+        shapes = [(row["runtime"], row["batch"], row["seq"]) for row in rows]
+        rows = [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
+        numbers = [row[key] for row in rows for key in ("tok_s", "ms", "ms_q1", "ms_q3", "speedup")]
+        fault = "" if rows and min(numbers) > 0 else f"it has none of {', '.join(BARS)}"
+        machine = str(report["machine"])
+    except (KeyError, TypeError) as e:
+        fault = f"{type(e).__name__}: {e}"
+    if fault:
+        raise BadInput(f"{path} is not a report of bench.py ({fault}); name another --bench")
+    return machine, rows
+
+
+def validated(run: FinishedRun) -> list[tuple[str, str, str, dict[int, float]]]:
+    """(label, colour, marker, {step: loss}) of what was validated: with the gate where it was, and without
+    the norms that taper, which is another loss only while the gate is up."""
+    gone, gated = (
+        {step: loss for step, loss in run.series(name).items() if math.isfinite(loss)}
+        for name in ("val/loss", "val/loss_gated")
+    )
+    if not gated or gated == gone:
+        return [("validation", "#D55E00", "o", gone)]
+    up = {step: loss for step, loss in gone.items() if loss != gated.get(step)}
+    return [("validation", "#D55E00", "o", gated), ("validation with the gate at 0", "#0072B2", "D", up)]
+
+
+def draw_loss(ax, run: FinishedRun):
+    """Training loss as a line, validation as points, the first and the last with their values."""
+    training = run.series("train/ce")
+    steps, losses = np.array(list(training)), np.array(list(training.values()))
+    smoothed = smooth(losses[None], max(1, len(steps) // 50))[0]
+    ax.plot(steps, losses, color="#BBBBBB", linewidth=0.8)
+    ax.plot(steps, smoothed, color="#000000", linewidth=1.6)
+    at = len(steps) // 8
+    ax.annotate("training", (steps[at], smoothed[at]), (8, 4), textcoords="offset points")
+    for label, colour, marker, found in validated(run):
+        ax.plot(list(found), list(found.values()), marker, color=colour, markersize=6, clip_on=False)
+        for step in dict.fromkeys([*list(found)[:1], *list(found)[-1:]]):
+            text = f"{label}: {found[step]:.2f}" if step == min(found) else f"{found[step]:.2f}"
+            side = "right" if step > 0.8 * steps[-1] else "center"
+            ax.annotate(text, (step, found[step]), (0, 9), textcoords="offset points", color=colour, ha=side)
+    ax.set(ylabel="loss, nats per token")
+
+
+def draw_gate(ax, gate: dict[int, float]):
+    """The gate over the steps: 1 is with norms, 0 without."""
+    ax.fill_between(list(gate), list(gate.values()), color="#E69F00", alpha=0.35, linewidth=0)
+    ax.plot(list(gate), list(gate.values()), color="#E69F00")
+    last = max(gate)
+    ax.text(0.02 * last, 0.1, "with its norms")
+    ax.text(0.98 * last, 0.1, "without", ha="right")
+    ax.set(ylabel="gate", ylim=(0, 1.05), yticks=(0, 1))
+
+
+def draw_speed(ax, machine: str, rows: list[dict]):
+    """Bars of tok/s with their quartiles, and the speedup over the first beside them."""
+    tips = []
+    for at, row in enumerate(rows):
+        low, high = (row["tok_s"] * row["ms"] / row[quartile] for quartile in ("ms_q3", "ms_q1"))
+        ax.barh(at, row["tok_s"], 0.62, color=BARS[row["variant"]][0])
+        whiskers = [[row["tok_s"] - low], [high - row["tok_s"]]]
+        ax.errorbar(row["tok_s"], at, xerr=whiskers, color="#777777", capsize=3, linewidth=1.2)
+        said = f"{row['tok_s']:,.0f}" + (f", {row['speedup']:.2f}x" if at else "")
+        ax.annotate(said, (high, at), (6, 0), textcoords="offset points", va="center")
+        tips.append(high)
+    runtime, batch, seq = (rows[0][key] for key in ("runtime", "batch", "seq"))
+    sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+    ax.set_yticks(range(len(rows)), [f"{row['variant']}\n{BARS[row['variant']][1]}" for row in rows])
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0)
+    ax.set_axisbelow(True)
+    ax.grid(visible=False, axis="y")
+    ax.set_xlim(0, 1.55 * max(tips))
+    ax.locator_params(axis="x", nbins=4)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set(xlabel=f"tok/s and quartiles ({machine})")
+    ax.set_title(f"Speed, {sequences} of {seq} tokens, {runtime}", loc="left", weight="bold")
+
+
+def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
+    """A matplotlib figure: the run's loss and gate on the left, speed on the right."""
+    gate = run.series("gate")
+    fig = styled_pyplot().figure(figsize=(9.6, 3.6), layout="constrained")
+    left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
+    ratios, title = (
+        ((3.2, 1), "The norms are gated away while the network trains") if gate else ((1,), "Training")
+    )
+    axes = left.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False).flatten()
+    draw_loss(axes[0], run)
+    if gate:
+        draw_gate(axes[1], gate)
+    axes[0].set_title(title, loc="left", weight="bold")
+    axes[-1].set(xlabel="optimizer step", xlim=(0, run.last("iter")))
+    draw_speed(right.subplots(), machine, rows)
+    return fig
+
+
+def main(argv: list[str]):
+    k, _, words = parse(Knobs, argv, usage=__doc__)
+    if len(words) != 1 or k.bench is None:
+        example = "python scripts/report.py picture out/demo --bench=bench.json"
+        raise BadInput(f"name a run folder and a benchmark of it: {example}")
+    try:
+        run = load(Path(words[0]))
+    except Unusable as e:
+        raise BadInput(f"{words[0]} holds no finished run: {e}") from None
+    fig = draw_picture(run, *read_bars(Path(k.bench)))
+    with atomic_write(k.out) as f:
+        fig.savefig(f, format="png")
+    print(f"wrote {k.out}")

@@ -1,0 +1,71 @@
+"""The residual stream of trained networks by block: its RMS before attention and before the MLP."""
+
+import numpy as np
+import torch
+
+from data import corpus_folder, open_corpus
+from forms import load_model
+from nanonorm.errors import BadInput, ModelError
+from scripts.studies.figures import NORM_FREE, Figures, rows_needed
+from scripts.studies.runs import FinishedRun, Unusable
+
+LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
+
+
+@torch.no_grad()
+def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
+    """(3, layers): RMS of the residual stream before attention, before the MLP, and their ratio, means over
+    windows from all of the validation split at gate 0, from the last checkpoint. Raises: Unusable."""
+    corpus, length = corpus_folder(run.settings["dataset"]), run.settings["block_size"]
+    files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
+    there = [path for path in files if path.exists()]
+    try:
+        meta, _, val = open_corpus(corpus, length)
+        if meta["tokenizer_sha256"] != run.head["corpus"]["tokenizer_sha256"]:
+            raise Unusable(f"{corpus.name} is another corpus than the run's")
+        model = load_model((there or files)[0])
+    except (BadInput, ModelError) as e:
+        raise Unusable(str(e)) from None
+    starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
+    ids = np.stack([val[i : i + length] for i in starts]).view(f"<u{val.itemsize}")  # back to unsigned
+    before, found = [], []  # the input of each block so far; three means a block
+
+    def rms(h):
+        return h.float().square().mean(-1).sqrt()
+
+    def before_block(module, args):
+        before.append(args[0])
+
+    def after_attention(module, args, out):
+        # CoupledNorm's blocks call no norm before the MLP, so what would be its input is rebuilt here
+        x, h = rms(before[-1]), rms(before[-1] + out)
+        found.append([x.mean().item(), h.mean().item(), (h / x).mean().item()])
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(before_block)
+        block.attn.proj.register_forward_hook(after_attention)
+    model(torch.from_numpy(ids.astype(np.int64)), last_only=True)
+    return np.array(found).T
+
+
+def draw_streams(figures: Figures, name: str, measured: dict[str, np.ndarray]) -> str:
+    """A panel a variant. measured: {variant: (runs, 3, layers)} of stream_rms. The designs with norms share
+    one scale, those without another."""
+    families = [{v: m for v, m in measured.items() if (v in NORM_FREE) == free} for free in (False, True)]
+    rows = sum(rows_needed(len(family), 4) for family in families)
+    fig, axes = figures.axes(rows, 4, 1.7 * rows + 0.4)
+    cells = iter(axes)
+    for family in filter(None, families):
+        every = np.concatenate([values[:, :2].ravel() for values in family.values()])
+        for i, (variant, values) in enumerate(family.items()):
+            ax = next(cells)
+            for row, (what, colour, line) in enumerate(LINES):
+                look = {"color": colour, "linestyle": line, "label": what, "dots": True}
+                figures.draw(ax, name, variant, what, np.arange(values.shape[2]), values[:, row], **look)
+            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.set(xlabel="block", title=f"{variant} (n={len(values)})")
+            ax.set_ylabel("" if i % 4 else "RMS (dimensionless)")
+            figures.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
+        for _ in range(-len(family) % 4):
+            next(cells).remove()
+    return figures.save(fig, name, axes[0])

@@ -1,0 +1,54 @@
+"""Statistics of a handful of runs: mean and spread, Student's interval, differences by pairs of a seed."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+       2.131, 2.120, 2.110, 2.101, 2.093)  # Student's t, by degrees of freedom  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """A mean of n values, and half of its 95% interval; half is nan below two values, the mean below one."""
+
+    n: int
+    mean: float
+    half: float
+
+    def __str__(self):
+        if self.n < 2:
+            return f"{self.mean:+.4f}" if self.n else "-"
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
+
+    def ends(self) -> str:
+        """From where to where, to two digits."""
+        return "-" if self.n < 2 else f"{self.mean - self.half:+.2f} to {self.mean + self.half:+.2f}"
+
+
+def interval(values) -> Interval:
+    """Mean and 95% interval by Student's t; beyond 20 values with the t of 20, which is a little too wide."""
+    values = np.array(list(values), float)
+    n = len(values)
+    if n < 2:
+        return Interval(n, values[0] if n else math.nan, math.nan)
+    t = T95[min(n, len(T95) + 1) - 2]
+    return Interval(n, values.mean(), t * values.std(ddof=1) / math.sqrt(n))
+
+
+def spread(values, digits: int = 4, sign: str = "") -> str:
+    """mean ± sample standard deviation; a dash if there are no values."""
+    if not len(values):
+        return "-"
+    mean = f"{np.mean(values):{sign}.{digits}f}"
+    return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
+
+
+def differences(of_seed: dict, base: dict) -> dict[int, float]:
+    """{seed: value less the base's} of the seeds that both have."""
+    return {seed: of_seed[seed] - base[seed] for seed in of_seed if seed in base}
+
+
+def relative(of_seed: dict, base: dict) -> dict[int, float]:
+    """{seed: gap to the base's value in %} of the seeds that both have."""
+    return {seed: 100 * (of_seed[seed] / base[seed] - 1) for seed in of_seed if seed in base}
