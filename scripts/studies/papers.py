@@ -251,7 +251,7 @@ def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> tupl
         head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(layers))]
         text += [markdown(table, head), what, draw_streams(figures, name, measured)]
     for why, folders in reasons.items():
-        text.append(f"Left out, {folders[0]} and {len(folders) - 1} more: {why}")
+        text.append(f"Not measured in {len(folders)} of the runs, {folders[0]} the first: {why}")
     return text, alphas
 
 
