@@ -121,26 +121,25 @@ def test_looking_changes_nothing(reference, corpus, tmp_path):
 
 
 def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
-    """SIGKILL at random moments, in every phase or while a file is written, then --init_from=resume."""
-    out, rng, argv = tmp_path / "run", random.Random(time.time_ns()), []
-    kills = 0
-    while True:
-        process = launch(*(argv or flags(out, corpus)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        until = rng.randrange(3, 55) if kills < 3 else 1000
-        while process.poll() is None:
-            log = out / "metrics.jsonl"
-            if log.exists() and until <= 5 * log.read_bytes().count(b'"iter"'):
-                time.sleep(rng.random() * 0.03)
-                process.kill()
-                break
-            time.sleep(0.002)
+    """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share."""
+    out, seed, step = tmp_path / "run", time.time_ns(), 0
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
+
+    def killed(at: str, n: int) -> int:
+        """The step that the checkpoint keeps when the n-th call of a new process at `at` kills it."""
+        process = launch(
+            *argv, fault={"at": at, "n": n, "do": "kill"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         error = process.communicate()[1]
-        if process.returncode == 0:
-            break
         assert process.returncode == -signal.SIGKILL, error
-        kills += 1
-        if (out / "ckpt.pt").exists():
-            argv = ["--init_from=resume", f"--out_dir={out}"]
+        return final(out)["progress"]["iter"]
+
+    for first, last in ((1, 14), (16, 44), (46, 55)):  # the reference's phases
+        step = killed(rng.choice(["before", "after"]), rng.randint(first, last) - step)
+    killed("write", rng.randint(1, 100))
+    process = launch(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.wait() == 0, process.communicate()[1]
     assert not list(out.glob("*.tmp"))
     assert_same_run(reference, out)
 
