@@ -51,6 +51,24 @@ def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **p
     return subprocess.Popen([sys.executable, *runner, *map(str, script), *map(str, argv)], **popen)
 
 
+class Peak:
+    """Linux: the process's own high-water mark of memory within a `with`, above what it had before, in bytes.
+    The kernel keeps it, so no moment is missed however busy the machine is. Mapped files count."""
+
+    def __enter__(self):
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = resident("VmRSS")
+        return self
+
+    def __exit__(self, *_):
+        self.bytes = resident("VmHWM") - self.before
+
+
+def resident(which: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(which))
+
+
 def metrics(out_dir) -> list[dict]:
     """The log lines, without what depends on the clock."""
     lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
 """How much memory it takes to load a network, and to fold and prove it, over the size of its weights.
 
 Measured at 1.2 B random weights in the shape of Llama 3.2 1B (head tied, untied by the fold), in a process of
-its own: the peak of RssAnon above what the process has once torch is imported.
+its own: the peak above what the process has once torch is imported.
 """
 
 import json
@@ -17,30 +17,12 @@ SHAPE = dict(
     rope_base=500_000.0, rope_scaling=(32.0, 1.0, 4.0, 8192.0), taper="all",
 )  # fmt: skip
 PROGRAM = """
-import json, sys, threading, time
+import json, sys
 import torch
 from forms import load_model
 from nanonorm.files import read_file, write_file
 from model import ModelConfig, Transformer, export
-
-def resident() -> int:
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-class Peak:
-    def __enter__(self):
-        self.base = self.peak = resident()
-        self.going = True
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-    def watch(self):
-        while self.going:
-            self.peak = max(self.peak, resident())
-            time.sleep(0.005)
-    def __exit__(self, *_):
-        self.going = False
-        self.thread.join()
+from tests.running import Peak
 
 path, shape, dtype, job = sys.argv[1], json.loads(sys.argv[2]), getattr(torch, sys.argv[3]), sys.argv[4]
 if job == "make":
@@ -53,10 +35,10 @@ if job == "make":
 else:
     with Peak() as loading:
         model = load_model(path)
-    loaded = loading.peak - loading.base
     with Peak() as folding:
         export(model, "folded", torch.randint(1000, (4, 512)))
-    print(json.dumps({"load": loaded, "fold": folding.peak - loading.base}))
+    held = folding.before - loading.before
+    print(json.dumps({"load": loading.bytes, "fold": held + folding.bytes}))
 """
 
 
