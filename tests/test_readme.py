@@ -1,54 +1,98 @@
-"""What README.md tells a reader to type."""
+"""What README.md, config/README.md and docs/ tell a reader to type."""
 
 import contextlib
 import io
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from running import flags, train
 from test_init_from import hf_folder
 
-from bench import Bench
 from config import Config
-from data import held_out
-from data.nemotron import prepare as nemotron
-from data.openwebtext import prepare as openwebtext
-from nanonorm.cli import parse
+from nanonorm import cli
 from nanonorm.files import ROOT
-from sample import Sample
 from scripts import sweep
-from scripts.convert import Convert
-from scripts.couple import Couple
-from scripts.evaluate import Evaluate
-from scripts.foldable import Foldable, expand_flags
-from scripts.report import REPORTS
-from scripts.speed.peers import Peers
-from scripts.speed.where import Where
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S) for kind in ("sh", "python")}
 LINES = [line for block in BLOCKS["sh"] for line in block.replace("\\\n", "").splitlines()]
-COMMANDS = [part.split("#")[0].strip() for line in LINES for part in line.split("&&")]
-KNOBS = {
-    "bench.py": Bench,
-    "data/held_out.py": held_out.Knobs,
-    "data/nemotron/prepare.py": nemotron.Knobs,
-    "data/openwebtext/prepare.py": openwebtext.Knobs,
-    "sample.py": Sample,
-    "scripts/convert.py": Convert,
-    "scripts/couple.py": Couple,
-    "scripts/evaluate.py": Evaluate,
-    "scripts/foldable.py": Foldable,
-    "scripts/speed/peers.py": Peers,
-    "scripts/speed/where.py": Where,
-}
+PAGES = [ROOT / "README.md", *ROOT.glob("config/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "hf"}  # what is no program of ours
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The words of every command of a page, in its blocks and in its running text."""
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+    blocks = [block for kind, block in fence.findall(text) if kind in ("sh", "bash")]
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    said = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", fence.sub("", text))]
+    lines += [code for code in said if re.match(r"([A-Z_]+=\S+ )*(python|bash|torchrun|pytest|pip) ", code)]
+    found = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
+    return [list(itertools.takewhile(lambda word: word not in ("|", ">"), words)) for words in found if words]
+
+
+class WasRead(BaseException):
+    """A program has read its words: nothing else of it is to run."""
+
+
+def read_words(program: str, words: list[str]):
+    """Start a program of ours and stop it when it has read its words. Raises: what is wrong with them."""
+    real = cli.parse
+
+    def parse(*args, **more):
+        knobs = real(*args, **more)[0]
+        if isinstance(knobs, Config):
+            knobs.resolve()
+        raise WasRead
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in list(sys.modules.values()):
+            if vars(module).get("parse") is real:
+                patch.setattr(module, "parse", parse)
+        patch.setattr(sys, "argv", [str(ROOT / program), *words])
+        with pytest.raises(WasRead):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def read_script(script: str, words: list[str], settings: list[str]):
+    """A shell script is sound, has all the words that it asks for, and knows the variables set for it."""
+    text = (ROOT / script).read_text()
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    assert len(words) >= max(map(int, re.findall(r"\$\{(\d):\?", text)), default=0), script
+    assert all(re.search(rf"\b{name}\b", text) for name in settings), (script, settings)
+
+
+def check_command(words: list[str]):
+    """One command of a page. Raises: what is wrong with it."""
+    settings = list(itertools.takewhile(lambda word: re.match("[A-Z_]+=", word), words))
+    program, *words = words[len(settings) :]
+    if program == "torchrun":
+        program, words = "python", list(itertools.dropwhile(lambda word: word.startswith("--"), words))
+    if program == "python" and words[0] == "scripts/sweep.py":
+        assert sweep.grid(*sweep.read_command(words[1:]))
+    elif program == "python":
+        read_words(words[0], words[1:])
+    elif program == "bash":
+        read_script(words[0], words[1:], [word.partition("=")[0] for word in settings])
+    elif program == "pytest":
+        for path, _, name in (word.partition("::") for word in words if word.startswith("tests")):
+            assert name in (ROOT / path).read_text()
+    else:
+        assert program in INSTALLED, program
+    if program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("project", {})
+        extras = ",".join(re.findall(r"\.\[(.*?)\]", " ".join(words)))
+        assert set(filter(None, extras.split(","))) <= set(project.get("optional-dependencies", {}))
+        assert all((ROOT / path).is_file() for path in words if path.endswith(".txt"))
 
 
 def test_the_folding_example_prints_what_it_should():
@@ -63,36 +107,50 @@ def test_the_folding_example_prints_what_it_should():
 def test_the_ablation_example_is_a_config_file(tmp_path):
     (code,) = [block for block in BLOCKS["python"] if "from config." in block]
     (tmp_path / "ablation.py").write_text(code)
-    config, _, _ = parse(Config, [str(tmp_path / "ablation.py")], files=True)
+    config, _, _ = cli.parse(Config, [str(tmp_path / "ablation.py")], files=True)
     config.resolve()
     assert config.gate_start == config.max_iters // 4 and config.taper == "internal"
 
 
-def test_every_command_is_one_that_works():
-    seen = set()
-    for command in filter(None, COMMANDS):
-        words = shlex.split(command)
-        if words[0] == "bash":
-            assert (ROOT / words[1]).is_file(), command
-            continue
-        if words[0] == "torchrun":
-            words = ["python", *itertools.dropwhile(lambda word: word.startswith("--"), words[1:])]
-        if words[0] != "python":
-            assert words[0] in ("python3", "pip", "pytest", "."), command
-            continue
-        assert (ROOT / words[1]).is_file(), command
-        if words[1] == "train.py":
-            parse(Config, words[2:], files=True)[0].resolve()
-        elif words[1] == "scripts/sweep.py":
-            assert sweep.grid(*sweep.read_command(words[2:]))
-        elif words[1] == "scripts/report.py":
-            parse(REPORTS[words[2]].Knobs, words[3:])
-        elif words[1] in KNOBS:
-            parse(KNOBS[words[1]], expand_flags(words[2:]))
-        else:
-            assert words[1] == "data/tinystories/prepare.py", command
-        seen.add(words[1])
-    assert {"train.py", "scripts/sweep.py", "scripts/report.py", *KNOBS} <= seen
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_is_one_that_works(page):
+    for words in commands_in(page.read_text()):
+        try:
+            check_command(words)
+        except (Exception, SystemExit, pytest.fail.Exception) as e:
+            pytest.fail(f"{shlex.join(words)}: {type(e).__name__}: {e}")
+
+
+def test_commands_are_found_wherever_they_stand():
+    page = """Say `python a.py --b=1` or `X=1 bash
+c.sh D`, not `python` or `d.py`.
+
+```sh
+python e.py --f=1 \\
+    --g="h i"  # and why
+. j && pip install k
+```
+
+```python
+python = 3
+```
+"""
+    said = commands_in(page)
+    assert said[:3] == [["python", "e.py", "--f=1", "--g=h i"], [".", "j"], ["pip", "install", "k"]]
+    assert said[3:] == [["python", "a.py", "--b=1"], ["X=1", "bash", "c.sh", "D"]]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
+     "python data/tinystories/prepare.py --txt=a", "python scripts/sweep.py config/demo.py --nrom=a,b",
+     "bash scripts/lm_eval.sh", "NAME=1 bash scripts/lm_eval.sh out/demo", "pytest tests/test_gone.py",
+     "pip install -r gone.txt", "pip install .[gone]", "pithon train.py"],
+)  # fmt: skip
+def test_a_command_that_does_not_work_is_found(command):
+    (words,) = commands_in(f"```sh\n{command}\n```\n")
+    with pytest.raises((Exception, SystemExit)):
+        check_command(words)
 
 
 def commands_of(section: str, **instead) -> list[list[str]]:
@@ -187,17 +245,13 @@ def test_what_to_touch_is_there():
             assert all(re.search(rf"\w*{part}\b", text) for part in parts), (name, step)
 
 
-def test_lines_fit_an_editor():
-    assert not [line for line in README.splitlines() if len(line) > 110 and not line.startswith("|")]
-
-
 def test_config_files_are_the_papers_setting():
     """Steps 500k, 500k, 750k, 1M; 16 x 512 tokens; AdamW; lambda and mu. The gate is the paper's with a
     flag."""
     sizes = ("1m", 64, 500_000), ("3m", 128, 500_000), ("9m", 256, 750_000), ("30m", 512, 1_000_000)
     for size, width, steps in sizes:
         for words in (f"taper_{size}.py", f"taper_{size}.py --gate_end_ratio=1", f"baseline_{size}.py"):
-            c = parse(Config, f"{ROOT}/config/{words}".split(), files=True)[0].resolve()
+            c = cli.parse(Config, f"{ROOT}/config/{words}".split(), files=True)[0].resolve()
             assert (c.n_embd, c.n_layer, c.n_head) == (width, 8, 16)
             assert (c.max_iters, c.batch_size, c.block_size) == (steps, 16, 512)
             assert (c.beta1, c.beta2, c.learning_rate) == (0.9, 0.95, 3e-4)
