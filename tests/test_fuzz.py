@@ -800,7 +800,7 @@ def test_a_command_works_or_says_why_in_one_line(material, target):
     fuzz(material, target, TARGETS[target][0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_ten_thousand_cases(material, target, capsys):
     COUNTS.clear()

@@ -48,7 +48,7 @@ def run(*words) -> dict:
     return json.loads(said.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=8)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_and_folding_a_billion_weights(dtype, tmp_path):

@@ -262,7 +262,7 @@ def test_config_files_are_the_papers_setting():
             assert (c.taper, c.aux_weight) == (("none", 0.0) if "base" in words else ("internal", 0.1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_the_demo(tmp_path):
     """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three
     phases, a table."""

@@ -178,7 +178,7 @@ def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
     assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=11)
 def test_a_hundred_kills():
     done = subprocess.run([sys.executable, ROOT / "tests/kills.py"], text=True, capture_output=True)
     print(done.stdout)
@@ -394,7 +394,7 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     """Rank 1 is killed at the fourth update of each start but the last: torchrun starts both again 20
     times, they go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that

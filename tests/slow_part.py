@@ -1,0 +1,28 @@
+"""`pytest -m slow --slow-part=2/6` runs the third of six parts of the slow tests. CI runs one part a commit."""
+
+import hashlib
+
+MINUTES = 0.2  # of a slow test that does not say `slow(minutes=...)`
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-part", metavar="K/N", help="only part K, from 0, of N parts of the slow tests")
+
+
+def minutes(item) -> float:
+    return item.get_closest_marker("slow").kwargs.get("minutes", MINUTES)
+
+
+def parts_of(items: list, count: int) -> list[list]:
+    """Deal slow tests out: the longest first, each to the part that has the fewest minutes by then."""
+    parts = [[] for _ in range(count)]
+    for item in sorted(items, key=lambda i: (-minutes(i), hashlib.sha256(i.nodeid.encode()).digest())):
+        min(parts, key=lambda part: sum(map(minutes, part))).append(item)
+    return parts
+
+
+def pytest_collection_modifyitems(config, items):
+    if asked := config.getoption("--slow-part"):
+        part, count = map(int, asked.split("/"))
+        chosen = parts_of([item for item in items if item.get_closest_marker("slow")], count)[part]
+        items[:] = [item for item in items if item in chosen]
