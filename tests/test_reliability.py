@@ -47,6 +47,37 @@ def resume(out) -> list[str]:
     return ["--init_from=resume", f"--out_dir={out}"]
 
 
+def killed(argv, at: str, n: int):
+    """Run train.py until it kills itself at the n-th call of a fault point."""
+    process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
+    assert process.wait() == -signal.SIGKILL
+
+
+def ran(*argv, **how) -> tuple[int, str]:
+    """(exit status, what was said) of train.py in processes of its own."""
+    process = launch(*argv, stdout=-1, stderr=-2, **how)
+    said = process.communicate(timeout=300)[0]
+    return process.returncode, said
+
+
+def step_of(out) -> int:
+    return final(out)["progress"]["iter"]
+
+
+def at_step(monkeypatch, step: int, act) -> list:
+    """Do `act` before an update; returns the list that has an entry for each update so far."""
+    update, steps = torch.optim.AdamW.step, []
+
+    def acting(*args, **more):
+        steps.append(0)
+        if len(steps) == step:
+            act()
+        update(*args, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", acting)
+    return steps
+
+
 # --- damaged files
 
 
@@ -78,22 +109,8 @@ def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
 def test_a_file_cut_anywhere_is_refused(short, tmp_path):
     whole, path = (short / "ckpt.pt").read_bytes(), tmp_path / "ckpt.pt"
     directory = whole.rindex(b"PK\1\2")  # the last entry of the central directory
-    lengths = {
-        0,
-        1,
-        4,
-        29,
-        30,
-        63,
-        64,
-        65,
-        1000,
-        len(whole) // 2,
-        directory,
-        directory + 20,
-        *range(len(whole) - 30, len(whole)),
-    }
-    for length in lengths:
+    inside = (0, 1, 4, 29, 30, 63, 64, 65, 1000, len(whole) // 2, directory, directory + 20)
+    for length in (*inside, *range(len(whole) - 30, len(whole))):
         path.write_bytes(whole[:length])
         with pytest.raises(BadFile, match="damaged, cut short"):
             read_file(path)
@@ -121,7 +138,7 @@ def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsy
     one."""
     out = tmp_path / "run"
     shutil.copytree(short, out)
-    whole, steps = (out / "ckpt.pt").read_bytes(), final(out)["progress"]["iter"]
+    whole, steps = (out / "ckpt.pt").read_bytes(), step_of(out)
     flipped, other = bytes([*whole[:9000], whole[9000] ^ 4, *whole[9001:]]), (out / "folded.pt").read_bytes()
     (out / "ckpt.pt").write_bytes({"bit": flipped, "cut": whole[:-1], "gone": b"", "foreign": other}[damage])
     if damage == "gone":
@@ -129,8 +146,7 @@ def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsy
     before = read_file(out / "ckpt.prev.pt")["progress"]["iter"]
     assert before < steps
     # before it saves
-    dead = launch(*resume(out), fault={"at": "before", "n": 2, "do": "kill"}, stdout=-3, stderr=-3)
-    assert dead.wait() == -signal.SIGKILL
+    killed(resume(out), "before", 2)
     assert read_file(out / "ckpt.prev.pt")["progress"]["iter"] == before
     capsys.readouterr()
     train(*resume(out))
@@ -165,19 +181,6 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.parametrize("at, n", [slow("write", 700), slow("replace", 6), slow("log", 4), slow("after", 19)])
-def test_killed_there_and_resumed(short, corpus, tmp_path, at, n):
-    """A torn write, a torn line, between the two renames of a checkpoint, beside an update; tests/kills.py
-    is the long form."""
-    out = tmp_path / "run"
-    dead = launch(*flags(out, corpus, **SHORT), fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
-    assert dead.wait() == -signal.SIGKILL
-    assert read_file(out / "ckpt.pt")["progress"]["iter"] <= 20
-    train(*resume(out))
-    assert_same_run(short, out)
-    assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
-
-
 @pytest.mark.slow(minutes=11)
 def test_a_hundred_kills():
     done = subprocess.run([sys.executable, ROOT / "tests/kills.py"], text=True, capture_output=True)
@@ -189,8 +192,8 @@ def test_a_hundred_kills():
 def test_auto_starts_and_goes_on(short, corpus, tmp_path, capsys):
     out = tmp_path / "run"
     argv = flags(out, corpus, **SHORT, init_from="auto")
-    dead = launch(*argv, fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3)
-    assert dead.wait() == -signal.SIGKILL and final(out)["progress"]["iter"] == 15
+    killed(argv, "before", 17)
+    assert step_of(out) == 15
     train(*argv)
     assert_same_run(short, out)
     assert "seed" in refused(capsys, *flags(out, corpus, **SHORT, init_from="auto", seed=3))
@@ -253,33 +256,33 @@ def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeyp
         assert_same_run(short, tmp_path / f"{n}")
 
 
-def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys):
-    step, steps = torch.optim.AdamW.step, []
+@pytest.mark.parametrize(
+    "again, said", [(False, "ckpt.pt: No such file"), (True, "was removed and made again")]
+)
+def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys, again, said):
+    """And nothing is written to one that was made again: it may be another run's by then."""
+    out = tmp_path / "run"
 
-    def removing(*args, **more):
-        steps.append(0)
-        if len(steps) == 12:
-            shutil.rmtree(tmp_path / "run")
-        step(*args, **more)
+    def remove():
+        shutil.rmtree(out)
+        if again:
+            out.mkdir()
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", removing)
-    error = refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
-    assert "ckpt.pt: No such file or directory" in error and len(steps) == 15
+    steps = at_step(monkeypatch, 12, remove)
+    assert said in refused(capsys, *flags(out, corpus, **SHORT)) and len(steps) == 15
+    assert not list(tmp_path.glob("run/*"))
 
 
-def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedProcess:
+def in_tmpfs(tmp_path, size: str, argv, then="true") -> subprocess.CompletedProcess:
     """train.py with out_dir in a file system of its own; what is left in it then lies in tmp_path/left."""
-    mount = f"mount -t tmpfs -o size={size} tmpfs {tmp_path}/small && mkdir {tmp_path}/small/run && {options}"
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-rm", "sh", "-c", f"mkdir -p {tmp_path}/small && {mount}"]).returncode
-    ):
+    small = tmp_path / "small"
+    mount = f"mkdir -p {small} && mount -t tmpfs -o size={size} tmpfs {small} && mkdir {small}/run"
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
         pytest.skip("no mounts here")
-    command = f'{mount} && {{ "$@"; status=$?; cp -r {tmp_path}/small/run {tmp_path}/left; exit $status; }}'
+    command = f'{mount} && {then} && {{ "$@"; status=$?; cp -r {small}/run {tmp_path}/left; exit $status; }}'
     program = [sys.executable, ROOT / "train.py", *argv]
-    return subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command, "sh", *program], text=True, capture_output=True
-    )
+    words = ["unshare", "-rm", "sh", "-c", command, "sh", *program]
+    return subprocess.run(words, text=True, capture_output=True)
 
 
 @pytest.mark.slow
@@ -287,28 +290,20 @@ def in_tmpfs(tmp_path, size: str, options: str, argv) -> subprocess.CompletedPro
 def test_a_full_disk(short, corpus, tmp_path, size, step):
     """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the
     third that a rename needs for a moment: one line, and what is there stays good."""
-    done = in_tmpfs(tmp_path, size, "true", flags(tmp_path / "small/run", corpus, **SHORT))
-    assert done.returncode == 2 and "No space left" in done.stderr and done.stderr.count("\n") == 1, (
-        done.stderr
-    )
+    done = in_tmpfs(tmp_path, size, flags(tmp_path / "small/run", corpus, **SHORT))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "No space left" in done.stderr
     left = tmp_path / "left"
     assert not list(left.glob("*.tmp"))
-    assert (read_file(left / "ckpt.pt")["progress"]["iter"] if (left / "ckpt.pt").exists() else None) == step
+    assert (step_of(left) if (left / "ckpt.pt").exists() else None) == step
     train(*flags(left, corpus, **SHORT, init_from="auto"))
     assert_same_run(short, left)
 
 
 @pytest.mark.slow
 def test_a_read_only_disk(corpus, tmp_path):
-    done = in_tmpfs(
-        tmp_path,
-        "9m",
-        f"mount -o remount,ro {tmp_path}/small",
-        flags(tmp_path / "small/run", corpus, **SHORT),
-    )
-    assert done.returncode == 2 and "Read-only file system" in done.stderr and done.stderr.count("\n") == 1, (
-        done.stderr
-    )
+    argv, read_only = flags(tmp_path / "small/run", corpus, **SHORT), f"mount -o remount,ro {tmp_path}/small"
+    done = in_tmpfs(tmp_path, "9m", argv, read_only)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "Read-only file system" in done.stderr
 
 
 # --- numbers
@@ -333,10 +328,8 @@ def test_a_non_finite_loss_with_a_finite_gradient_stops(short, corpus, tmp_path,
     with monkeypatch.context() as patch:
         altered_loss(patch, torch.inf, lambda targets: seen.append(0) or len(seen) > step)
         status = train(*flags(tmp_path / "run", corpus, **SHORT), expect=None)
-    assert re.match(
-        rf"train.py: step {step}: non-finite output of the loss; .*ckpt.pt keeps the last good state", status
-    ), status
-    assert final(tmp_path / "run")["progress"]["iter"] <= step
+    assert re.match(rf"train.py: step {step}: non-finite output of the loss; .*keeps the last good", status)
+    assert step_of(tmp_path / "run") <= step
     train(*resume(tmp_path / "run"))
     assert_same_run(short, tmp_path / "run")
 
@@ -354,11 +347,10 @@ def test_a_stream_of_zeros_is_not_calibrated_on(corpus, tmp_path, monkeypatch, c
     monkeypatch.setattr(Transformer, "__init__", zero)
     knobs = {**SHORT, "learning_rate": 0.0, "norm": norm}
     assert "0.attn: cannot calibrate on 8 steps" in refused(capsys, *flags(tmp_path / "run", corpus, **knobs))
-    assert final(tmp_path / "run")["progress"]["iter"] == 5
+    assert step_of(tmp_path / "run") == 5
     knobs["taper"] = "none"
-    assert "anchor: cannot calibrate on 8 steps" in refused(
-        capsys, *flags(tmp_path / "anchor", corpus, **knobs)
-    )
+    said = refused(capsys, *flags(tmp_path / "anchor", corpus, **knobs))
+    assert "anchor: cannot calibrate on 8 steps" in said
 
 
 def test_what_a_spike_is():
@@ -376,15 +368,14 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
     knobs = {**SHORT, "log_interval": 1, "learning_rate": 0.0}
     train(*flags(tmp_path / "run", corpus, **knobs))
     said = re.findall(r"step (\d+): train/loss \S+ is (\S+) nats above", capsys.readouterr().out)
-    spikes = {
-        line["iter"]: line["train/spike"] for line in metrics(tmp_path / "run") if "train/spike" in line
-    }
+    lines = metrics(tmp_path / "run")
+    spikes = {line["iter"]: line["train/spike"] for line in lines if "train/spike" in line}
     assert said == [(str(k), f"{v:.2f}") for k, v in spikes.items()]
     assert any(k > 16 for k in spikes) and all(2.5 < v < 3.5 for v in spikes.values())
     with monkeypatch.context() as patch:
         faults.install({"at": "replace", "n": 11, "do": "EIO"}, patch.setattr)  # the fourth checkpoint
         refused(capsys, *flags(tmp_path / "again", corpus, **knobs))
-    assert final(tmp_path / "again")["progress"]["iter"] == 15
+    assert step_of(tmp_path / "again") == 15
     train(*resume(tmp_path / "again"))
     assert_same_run(tmp_path / "run", tmp_path / "again")
 
@@ -400,8 +391,8 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     times, they go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that
     fails uses up a restart."""
     knobs = {**SHORT, **TWO, "max_iters": 42, "gate_start": 14, "gate_end": 32, "ckpt_interval": 2}
-    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    status, said = ran(*flags(tmp_path / "run", corpus, **knobs), ranks=2)
+    assert status == 0, said
     fault = {"at": "before", "n": 4, "do": "kill", "rank": 1}
     again = flags(tmp_path / "again", corpus, **knobs, init_from="auto")
     process = launch(*again, ranks=2, restarts=20, fault=fault, stdout=-1, stderr=-2)
@@ -417,14 +408,8 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
     """Within seconds, with the traceback of the one that failed first."""
-    knobs = {
-        **SHORT,
-        **TWO,
-        "max_iters": 10**6,
-        "gate_end": 10**6,
-        "ckpt_interval": 10**6,
-        "eval_interval": 10**6,
-    }
+    far = dict.fromkeys(("max_iters", "gate_end", "ckpt_interval", "eval_interval"), 10**6)
+    knobs = {**SHORT, **TWO, **far}
     fault = {"at": "before", "n": 40, "do": "error", "rank": rank, "once": str(tmp_path / "happened")}
     process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2)
     while not (tmp_path / "happened").exists():
@@ -441,18 +426,13 @@ def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
 
 def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
     """In another process, with another order of hashes."""
-    process = launch(
-        *flags(tmp_path / "run", corpus, **SHORT),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"},
-        stdout=-3,
-    )
-    assert process.wait() == 0
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
+    assert launch(*flags(tmp_path / "run", corpus, **SHORT), env=env, stdout=-3).wait() == 0
     assert_same_run(short, tmp_path / "run")
     for name in ("unfused.pt", "folded.pt"):
         assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
-    a, b = (
-        json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) for out in (short, tmp_path / "run")
-    )
+    logs = [(out / "metrics.jsonl").read_text().splitlines() for out in (short, tmp_path / "run")]
+    a, b = (json.loads(lines[0]) for lines in logs)
     assert {**a, "settings": 0} == {**b, "settings": 0}
 
 
@@ -460,47 +440,18 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_at_a_log_line_stops_both_at_the_same_step(corpus, tmp_path):
-    """It comes after the ranks have agreed to go on, so they leave after the next step, and save it."""
-    fault = {"at": "log", "n": 2, "do": "SIGTERM"}  # step 6
-    process = launch(
-        *flags(tmp_path / "run", corpus, **{**SHORT, **TWO}), ranks=2, fault=fault, stdout=-1, stderr=-2
-    )
-    said = process.communicate(timeout=180)[0]
-    assert (
-        process.returncode != 0
-        and "stopped by SIGTERM at step 7" in said
-        and f'File "{ROOT}/train.py' not in said
-    ), said
-    assert final(tmp_path / "run")["progress"]["iter"] == 7
-
-
-@pytest.mark.slow
-def test_a_signal_while_the_ranks_agree_counts_at_the_next_step(corpus, tmp_path):
-    """Whatever rank it comes to: both leave after the same step, and the run resumed ends the same."""
-    knobs = {**SHORT, **TWO}
-    for rank in (0, 1):
-        fault = {
-            "at": "agree",
-            "n": 8,
-            "do": "SIGTERM",
-            "rank": rank,
-        }  # the first is at the start, so this one ends step 7
-        process = launch(
-            *flags(tmp_path / f"{rank}", corpus, **knobs), ranks=2, fault=fault, stdout=-1, stderr=-2
-        )
-        said = process.communicate(timeout=180)[0]
-        assert (
-            process.returncode != 0
-            and "stopped by SIGTERM at step 8" in said
-            and f'File "{ROOT}/train.py' not in said
-        ), said
-        assert final(tmp_path / f"{rank}")["progress"]["iter"] == 8
-    process = launch("--init_from=resume", f"--out_dir={tmp_path}/1", ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
-    process = launch(*flags(tmp_path / "run", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
-    assert_same_run(tmp_path / "run", tmp_path / "1")
+@pytest.mark.parametrize("at, n, rank, step", [("log", 2, 0, 7), ("agree", 8, 0, 8), ("agree", 8, 1, 8)])
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path, at, n, rank, step):
+    """At the log line of step 6, after the ranks have agreed to go on, or while they agree: they save the
+    next step, and the run resumed ends the same."""
+    knobs, fault = {**SHORT, **TWO}, {"at": at, "n": n, "do": "SIGTERM", "rank": rank}
+    status, said = ran(*flags(tmp_path / "cut", corpus, **knobs), ranks=2, fault=fault)
+    assert status != 0 and f"stopped by SIGTERM at step {step}" in said, said
+    assert f'File "{ROOT}/train.py' not in said and step_of(tmp_path / "cut") == step
+    for argv in (resume(tmp_path / "cut"), flags(tmp_path / "run", corpus, **knobs)):
+        status, said = ran(*argv, ranks=2)
+        assert status == 0, said
+    assert_same_run(tmp_path / "run", tmp_path / "cut")
 
 
 @pytest.mark.slow
@@ -516,11 +467,8 @@ def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     before = {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
-    process = launch(
-        "--init_from=resume", "--out_dir=run", ranks=2, script=tmp_path / "apart.py", stdout=-1, stderr=-2
-    )
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode != 0 and f'File "{ROOT}/train.py' not in said, said
+    status, said = ran(*resume("run"), ranks=2, script=tmp_path / "apart.py")
+    assert status != 0 and f'File "{ROOT}/train.py' not in said, said
     assert "the ranks found checkpoints of steps 20 to 24 in run: it was being written; start again" in said
     assert before == {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
 
@@ -536,18 +484,14 @@ def test_a_signal_during_the_exports_is_heard(short, corpus, tmp_path, monkeypat
     assert (tmp_path / "run/folded.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "line, n",
-    [
-        (b"\xff\n", 4),
-        (b"[1]\n", 4),
-        (b"{\n", 6),
-        (b'{"iter": 92}\n', 5),
-        (b'{"iter": 9, "train/loss": "x"}\n', 4),
-        (b'\xef\xbb\xbf{"iter": 9}\n', 4),
-        (b'{"iter": 9, "x": "\xed\xa0\x80"}\n', 4),
-    ],
-)
+DAMAGED_LINES = [
+    (b"\xff\n", 4), (b"[1]\n", 4), (b"{\n", 6), (b'{"iter": 92}\n', 5),
+    (b'{"iter": 9, "train/loss": "x"}\n', 4),
+    (b'\xef\xbb\xbf{"iter": 9}\n', 4), (b'{"iter": 9, "x": "\xed\xa0\x80"}\n', 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line, n", DAMAGED_LINES)
 def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
     shutil.copytree(short, out := tmp_path / "run")
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -563,10 +507,7 @@ def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, monkeypatch, capsys):
     shutil.copytree(short, out := tmp_path / "run")
-    for error in (
-        OSError(errno.ESTALE, "Stale file handle"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ):
+    for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("can't allocate memory")):
 
         def failing(*_, error=error, **__):
             raise error
@@ -579,27 +520,17 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, m
 
 
 def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
-    knobs = {
-        **SHORT,
-        "learning_rate": 1e39,
-        "warmup_iters": 0,
-        "ckpt_interval": 1,
-        "taper": "none",
-        "aux_weight": 0.0,
-    }
-    said = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
-    assert re.match(
-        r"train.py: step 0: its update left \S+ non-finite; .*ckpt.pt keeps the last good state", said
-    ), said
+    knobs = {**SHORT, "learning_rate": 1e39, "warmup_iters": 0, "ckpt_interval": 1}
+    said = train(*flags(tmp_path / "run", corpus, **{**knobs, "taper": "none", "aux_weight": 0}), expect=None)
+    assert re.match(r"train.py: step 0: its update left \S+ non-finite; .*ckpt.pt keeps the last good", said)
     assert all(t.isfinite().all() for t in final(tmp_path / "run")["state"].values())
 
 
 def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     for init_from in ("scratch", "auto"):
-        assert "without a checkpoint (config.json); remove it" in refused(
-            capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}"
-        )
+        said = refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
+        assert "without a checkpoint (config.json); remove it" in said
 
 
 def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
@@ -617,15 +548,12 @@ def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
 def test_what_lies_behind_the_checkpoint_in_a_log_does_not_matter(short, corpus, tmp_path):
     """It is logged again."""
     out = tmp_path / "run"
-    dead = launch(
-        *flags(out, corpus, **SHORT), fault={"at": "before", "n": 15, "do": "kill"}, stdout=-3, stderr=-3
-    )
-    assert dead.wait() == -signal.SIGKILL and final(out)["progress"]["iter"] == 10
+    killed(flags(out, corpus, **SHORT), "before", 15)
+    assert step_of(out) == 10
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert b'"iter": 12' in lines[4]
-    (out / "metrics.jsonl").write_bytes(
-        b"".join([*lines, b"\0\0\n", b'{"iter": 13, "train/loss": "x"}\n', b"{\n", b'{"it'])
-    )
+    behind = [b"\0\0\n", b'{"iter": 13, "train/loss": "x"}\n', b"{\n", b'{"it']
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines, *behind]))
     train(*resume(out))
     assert_same_run(short, out)
 
@@ -649,22 +577,6 @@ def test_files_of_others_stay(corpus, tmp_path):
     assert [p.name for p in out.glob("*.tmp")] == ["thesis.tmp"]
 
 
-def test_a_folder_made_again_under_a_run_is_not_written(corpus, tmp_path, monkeypatch, capsys):
-    """It may be another run's by then, which holds a lock of its own."""
-    step, steps = torch.optim.AdamW.step, []
-
-    def remaking(*args, **more):
-        steps.append(0)
-        if len(steps) == 12:
-            shutil.rmtree(tmp_path / "run")
-            (tmp_path / "run").mkdir()
-        step(*args, **more)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", remaking)
-    assert "was removed and made again" in refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
-    assert not list((tmp_path / "run").iterdir()) and len(steps) == 15
-
-
 @pytest.mark.parametrize(
     "signals, status",
     [((signal.SIGTERM,) * 3, 143), slow((signal.SIGTERM, signal.SIGINT), -2), slow((signal.SIGINT,) * 2, -2)],
@@ -686,10 +598,8 @@ sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     (tmp_path / "signalling.py").write_text(code)
-    process = launch(*flags(out, corpus, **SHORT), script=tmp_path / "signalling.py", stdout=-1, stderr=-2)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == status, said
-    assert final(out)["progress"]["iter"] == (7 if status == 143 else 5)
+    left, said = ran(*flags(out, corpus, **SHORT), script=tmp_path / "signalling.py")
+    assert left == status and step_of(out) == (7 if status == 143 else 5), said
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])
@@ -712,9 +622,11 @@ def test_another_text_behind_the_same_tokenizer_is_refused(
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("told", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0",
-    "LOCAL_RANK": "0"}, {"RANK": "abc"},
-                                  {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])  # fmt: skip
+HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"},
+          {"RANK": "abc"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("told", HALVES)
 def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, told):
     """An environment that names a rank where no torchrun started one: training as rank 1 would write
     nothing."""
@@ -744,13 +656,11 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", failing)
-        assert "make the model or the batch smaller" in refused(
-            capsys, *flags(out, corpus, **SHORT, batch_size=8)
-        )
-    assert (out / "folded.pt").read_bytes() == b"of another time" and final(out)["progress"]["iter"] == 0
-    assert "batch_size=4 differs from 8" in refused(
-        capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4)
-    )
+        said = refused(capsys, *flags(out, corpus, **SHORT, batch_size=8))
+        assert "make the model or the batch smaller" in said
+    assert (out / "folded.pt").read_bytes() == b"of another time" and step_of(out) == 0
+    said = refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
+    assert "batch_size=4 differs from 8" in said
     gone, unlink = [], Path.unlink
 
     def ended(path, **more):  # when the first file of the old run is cleared
@@ -766,44 +676,25 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
     train(*argv)
     assert_same_run(short, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
-    dead = launch(
-        *flags(tmp_path / "logged", corpus, **SHORT),
-        fault={"at": "before", "n": 4, "do": "kill"},
-        stdout=-3,
-        stderr=-3,
-    )
-    assert dead.wait() == -signal.SIGKILL and final(tmp_path / "logged")["progress"]["iter"] == 0
+    killed(flags(tmp_path / "logged", corpus, **SHORT), "before", 4)
+    assert step_of(tmp_path / "logged") == 0
     assert "holds another run" in refused(capsys, *flags(tmp_path / "logged", corpus, **SHORT))
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    dead = launch(
-        *flags(out, corpus, **SHORT), fault={"at": "before", "n": 17, "do": "kill"}, stdout=-3, stderr=-3
-    )
-    assert dead.wait() == -signal.SIGKILL
+    killed(flags(out, corpus, **SHORT), "before", 17)
     capsys.readouterr()
     for _ in range(2):  # what the first of these does is lost
-        dead = launch(
-            *resume(out),
-            "--dtype=float64",
-            fault={"at": "before", "n": 3, "do": "kill"},
-            stdout=-3,
-            stderr=-3,
-        )
-        assert dead.wait() == -signal.SIGKILL
+        killed([*resume(out), "--dtype=float64"], "before", 3)
     monkeypatch.setattr("nanonorm.machine.processor", lambda device: "another")
     train(*resume(out))
-    assert (
-        "going on with processor another in place of " in (error := capsys.readouterr().err)
-        and "not the same run to the bit" in error
-    )
+    error = capsys.readouterr().err
+    assert "going on with processor another in place of " in error and "not the same run to the bit" in error
     (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
-    assert again["iter"] == 15 and (again["versions"]["dtype"], again["versions"]["processor"]) == (
-        "float32",
-        "another",
-    )
+    assert again["iter"] == 15
+    assert (again["versions"]["dtype"], again["versions"]["processor"]) == ("float32", "another")
 
 
 @pytest.mark.slow
@@ -811,8 +702,8 @@ def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
     """Killed behind its first log lines and before its first checkpoint: whoever begins again is who made
     the run."""
     argv = flags(tmp_path / "run", corpus, **SHORT, init_from="auto")
-    dead = launch(*argv, fault={"at": "before", "n": 5, "do": "kill"}, stdout=-3, stderr=-3)
-    assert dead.wait() == -signal.SIGKILL and final(tmp_path / "run")["progress"]["iter"] == 0
+    killed(argv, "before", 5)
+    assert step_of(tmp_path / "run") == 0
     train(*argv, "--dtype=float64")
     head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert head["versions"]["dtype"] == "float64" and head["resumed"] == []
@@ -820,8 +711,6 @@ def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
-    process = launch(*flags(tmp_path / "é", corpus, **SHORT), env={**os.environ, "OMP_NUM_THREADS": "1",
-    "PYTHONIOENCODING": "ascii"},
-                     stdout=-1, stderr=-1)  # fmt: skip
-    said, error = process.communicate(timeout=300)
-    assert process.returncode == 0 and r"\xe9" in said and "Traceback" not in error
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    status, said = ran(*flags(tmp_path / "é", corpus, **SHORT), env=env)
+    assert status == 0 and r"\xe9" in said and "Traceback" not in said
