@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from test_data import one_line, run, write_stories
+from test_data import fake_hub, one_line, run, write_stories
 from test_tokenizer import gpt2, llama3, put
 
 from data import prepare_if_missing
@@ -17,20 +17,6 @@ from nanonorm.files import ROOT
 TALK = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "<|user|>return 1\n"}]
 
 
-def fake_hub(folder, rows: list[dict], which: tuple):
-    """Put a stand-in hub client in `folder`. Returns: the environment in which Python finds it."""
-    folder.mkdir()
-    (folder / "huggingface_hub.py").write_text(
-        "class HfApi:\n    sha = 'abc123'\n    def dataset_info(self, name, timeout):\n        return self\n"
-    )
-    (folder / "datasets.py").write_text(
-        "def load_dataset(*which, split, revision, streaming):\n"
-        f"    assert (*which, split) == {which} and revision == 'abc123' and streaming\n"
-        f"    yield from {rows!r}\n"
-    )
-    return {"PYTHONPATH": str(folder)}
-
-
 def ids_of(out, split: str) -> list[int]:
     meta = json.loads((out / "meta.json").read_text())
     return np.fromfile(out / f"{split}.bin", meta["dtype"]).tolist()
@@ -39,7 +25,7 @@ def ids_of(out, split: str) -> list[int]:
 def test_conversations_become_what_the_template_writes(tmp_path):
     folder = put(tmp_path / "llama3", llama3())
     rows = [{"messages": [{**m, "more": 1} for m in TALK], "license": "x"} for _ in range(5)]
-    hub = fake_hub(tmp_path / "hub", rows, ("nvidia/Nemotron-Post-Training-Dataset-v2", "stem"))
+    hub = fake_hub(tmp_path / "hub", repr(rows), "nvidia/Nemotron-Post-Training-Dataset-v2", "stem")
     flags = [f"--tokenizer={folder}", "--conversations=3", "--val_conversations=1", "--out_dir=out"]
     result = run("nemotron", *flags, cwd=tmp_path, **hub)
     assert result.returncode == 0, result
@@ -50,9 +36,8 @@ def test_conversations_become_what_the_template_writes(tmp_path):
     assert one[0] == tokenizer.bos_id and one.count(tokenizer.bos_id) == 1 and text.startswith("<|begin_of")
     assert ids_of(out, "train") == 3 * one and ids_of(out, "val") == one
     meta = json.loads((out / "meta.json").read_text())
-    assert (meta["train_documents"], meta["val_documents"]) == (3, 1) and meta["source"].startswith(
-        "stem of nv"
-    )
+    assert (meta["train_documents"], meta["val_documents"]) == (3, 1)
+    assert meta["source"].startswith("stem of nv")
     assert load_tokenizer(out).template == tokenizer.template
 
 
@@ -69,7 +54,7 @@ def test_a_written_conversation_ends_with_its_last_turn_and_comes_back():
 def test_documents_of_a_subset_are_split_where_they_stand(tmp_path):
     own = put(tmp_path / "gpt2", gpt2())
     rows = [{"text": f"document {i}"} for i in range(9)]
-    hub = fake_hub(tmp_path / "hub", rows, ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"))
+    hub = fake_hub(tmp_path / "hub", repr(rows), "HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
     flags = [f"--tokenizer={own}", "--val_documents=2", "--documents=7", "--out_dir=out"]
     result = run("fineweb_edu", *flags, cwd=tmp_path, **hub)
     assert result.returncode == 0, result
@@ -79,7 +64,7 @@ def test_documents_of_a_subset_are_split_where_they_stand(tmp_path):
         assert ids_of(tmp_path / "out", split) == wanted
 
 
-@pytest.mark.parametrize("name", ["nemotron", "fineweb_edu"])
+@pytest.mark.parametrize("name", ["tinystories", "openwebtext", "nemotron", "fineweb_edu"])
 def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path):
     own = put(tmp_path / "own", gpt2())
     for split in ("train", "val"):
@@ -95,6 +80,23 @@ def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path):
         assert said in one_line(run(name, f"--tokenizer={own}", *flags, "--out_dir=no", cwd=tmp_path))
     no_hub = run(name, f"--tokenizer={own}", "--out_dir=no", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert "cannot reach" in one_line(no_hub) and "--text=" in one_line(no_hub)
+
+
+def test_a_hub_that_fails_is_one_line_that_names_the_ways_out(tmp_path):
+    """In the middle of the rows, or where its client is not installed; and nothing is left of it."""
+    rows = "({'text': 'one'} if i < 3 else 1/0 for i in range(9))"
+    hub = fake_hub(tmp_path / "hub", rows, "roneneldan/TinyStories")
+    lost = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
+    (tmp_path / "hub/datasets.py").write_text("raise ImportError('no datasets here')")
+    no_package = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
+    for result, said in ((lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
+        message = one_line(result)
+        assert said in message and "--text=" in message and "--val_text=" in message
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["nemotron", "fineweb_edu"])
+def test_what_is_not_prepared_is_not_fetched_unasked(name):
     with pytest.raises(BadInput, match="is not prepared"):
         prepare_if_missing(ROOT / "data" / name)
 

@@ -13,7 +13,6 @@ from data import held_out
 from data.openwebtext.prepare import HUB_NAME
 from data.tokenizer import END, load_tokenizer
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT
 
 PREPARE, HELD_OUT = "data/openwebtext/prepare.py", "data/held_out.py"
 
@@ -78,15 +77,6 @@ def test_a_revision_can_be_named(hub, bpe_corpus, tmp_path):
     assert hub.asked == [("my/copy", "train", "v1", False)]
 
 
-def test_local_text_needs_no_hub(bpe_corpus, tmp_path):
-    for name, some in (("train", texts(9)), ("val", texts(4))):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{text}\n{END}\n" for text in some))
-    flags = [f"--text={tmp_path}/train.txt", f"--val_text={tmp_path}/val.txt", f"--out_dir={tmp_path}/out"]
-    train(*flags, f"--tokenizer={bpe_corpus}", program=PREPARE)
-    assert documents(tmp_path / "out", "train") == texts(9)
-    assert documents(tmp_path / "out", "val") == texts(4)
-
-
 def test_without_the_hub_one_line_names_the_ways_out(monkeypatch, bpe_corpus, tmp_path, capsys):
     import huggingface_hub
 
@@ -94,12 +84,9 @@ def test_without_the_hub_one_line_names_the_ways_out(monkeypatch, bpe_corpus, tm
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
-    flags = [f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
-    said = refused(capsys, *flags, program=PREPARE)
-    assert "cannot reach Skylion007/openwebtext" in said and "--text=... --val_text=..." in said
-    said = refused(capsys, "--set=pile", *flags, program=HELD_OUT)
+    flags = ["--set=pile", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
+    said = refused(capsys, *flags, program=HELD_OUT)
     assert "cannot reach apollo-research" in said and "--text=FILE" in said
-    assert "go together" in refused(capsys, "--text=a", program=PREPARE)
     assert not (tmp_path / "out").exists()
 
 
@@ -119,12 +106,6 @@ def test_nothing_large_is_fetched_unasked(monkeypatch, tmp_path, capsys):
     (other / "meta.json").write_text("{}")
     with pytest.raises(BadInput, match=r"no train\.bin; .*held_out"):
         data.prepare_if_missing(other)
-
-
-@pytest.mark.skipif((ROOT / "data/openwebtext/meta.json").exists(), reason="it is prepared here")
-def test_training_says_what_to_run(tmp_path, capsys):
-    said = refused(capsys, "--dataset=openwebtext", f"--out_dir={tmp_path}", "--device=cpu")
-    assert "python data/openwebtext/prepare.py" in said and "--text=" in said
 
 
 # ---------------------------------------------------------------------------------------------------------
