@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VARIANTS, batch, one_line, randomize, scale_of_difference, tiny, tiny_config, tokens
+from conftest import VARIANTS, batch, refuses, scale_of_difference, tiny, tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from begin import begun_from
-from forms import FORMS, fold, fold_error, from_file, load_model, proved
+from forms import FORMS, fold, from_file, proved
 from model import ModelConfig, Scale, Taper, Transformer, rope_tables
-from nanonorm.errors import ModelError
 from nanonorm.generation import KVCache
-from nanonorm.machine import flops_per_token
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {
@@ -39,36 +36,22 @@ def of(family: str, variant: str, **more) -> Transformer:
 # every norm in every family
 
 
-@given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99))
-def test_every_form_of_every_family_has_the_models_logits(family, variant, seed):
-    model, idx = of(family, variant, seed=seed), tokens(2, 16, seed=seed)
-    for form in ("unfused", "folded", "weightless"):
-        assert fold_error(model, form, idx, torch.float64) <= EXACT
-        with torch.no_grad():
-            assert scale_of_difference(FORMS[form](model)(idx), model.eval()(idx)) <= EXACT
-
-
-@every_family
-@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm-all", "coupled", "cbwc"])
-@pytest.mark.parametrize("form", ["trained", "folded"])
-def test_the_cache_gives_what_the_whole_window_gives(family, variant, form):
-    model, idx = FORMS[form](of(family, variant)).eval(), tokens(2, 16)
+@given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99), st.data())
+def test_every_form_of_every_family_has_the_models_logits(family, variant, seed, data):
+    """Whole, through the cache however the text is cut, and from a file."""
+    model, idx = of(family, variant, seed=seed).eval(), tokens(2, 16, seed=seed)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 15))))
     with torch.no_grad():
-        cache = KVCache(model, 2, 16)
-        pieces = [model(piece, cache=cache) for piece in idx.split([5, 1, 1, 9], 1)]
-        assert scale_of_difference(torch.cat(pieces, 1), model(idx)) <= EXACT
-
-
-@every_family
-@pytest.mark.parametrize("form", ["trained", "folded"])
-def test_a_file_gives_the_model_back(family, form, tmp_path):
-    model = FORMS[form](of(family, "layernorm-internal-aux" if form == "trained" else "layernorm-all")).eval()
-    path = tmp_path / "m.pt"
-    torch.save(model.to_file({"gate": 0.0, "phase": "scale"}), path)
-    again = load_model(path)
-    assert again.config == model.config
-    with torch.no_grad():
-        assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
+        wanted = model(idx)
+        for form in FORMS:
+            changed = FORMS[form](model)
+            assert scale_of_difference(changed(idx), wanted) <= EXACT
+            cache = KVCache(changed, 2, 16)
+            pieces = [changed(piece, cache=cache) for piece in torch.tensor_split(idx, cuts, dim=1)]
+            assert scale_of_difference(torch.cat(pieces, 1), wanted) <= EXACT
+            if form != "weightless":  # which nobody writes
+                again = from_file(changed.to_file({"gate": 0.0, "phase": "scale"}))
+                assert again.config == changed.config and torch.equal(again(idx), changed(idx))
 
 
 @every_family
@@ -77,24 +60,6 @@ def test_a_step_trains_every_parameter(family, variant):
     model = of(family, variant, phase="blend").float()
     model(*batch()).total.backward()
     assert {n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()} == set()
-
-
-@pytest.mark.parametrize("family", ["gpt2", "biased"])
-def test_cbwc_training_is_layernorm_training_with_biases_and_positions(family):
-    pair, losses = [], []
-    for norm in ("layernorm", "cbwc"):
-        torch.manual_seed(1)
-        pair.append(randomize(Transformer(tiny_config(norm, **FAMILIES[family])).double()))
-    for model in pair:
-        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-        for step in range(100):
-            loss = model(*batch(seed=step)).total
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-        losses.append(torch.stack(seen))
-    assert (losses[0] - losses[1]).abs().max() <= 1e-9
 
 
 def test_the_coupled_fold_adds_biases_after_the_scaling():
@@ -165,11 +130,6 @@ def test_frequencies_are_rounded_as_one_over_the_power():
     assert torch.equal(rope_tables(c, "cpu")[1, 1, 0, 64:], wanted.sin())
 
 
-def test_positions_are_looked_up_and_so_cost_no_flops():
-    rope, learned = (flops_per_token(Transformer(tiny_config(positions=p))) for p in ("rope", "learned"))
-    assert rope == learned
-
-
 def test_a_window_that_is_full_drops_to_its_newer_half_with_learned_positions_too():
     model = of("gpt2", "layernorm", std=0.6).eval()
     prompt = tokens(2, 12)
@@ -187,14 +147,13 @@ def test_a_window_that_is_full_drops_to_its_newer_half_with_learned_positions_to
         ({"rope_scaling": (8.0, 1.0, 4.0)}, "must be four numbers"),
         ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "high must be above low"),
         ({"bias": True, "qkv_bias": True}, "leave qkv_bias out"),
-        ({"taper_qk": True, "qk_norm": True}, "taper=internal or all"),
+        ({"taper_qk": True, "qk_norm": True}, "taper_qk=True needs a taper"),
         ({"taper_qk": True, "taper": "all"}, "needs qk_norm=True"),
     ],
 )
 def test_nonsense_is_refused(knobs, said):
-    with pytest.raises(ModelError) as error:
+    with refuses(said):
         ModelConfig(**knobs)
-    assert said in one_line(error)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -213,19 +172,6 @@ def test_dropout_is_off_in_evaluation_and_in_all_three_places():
     assert set(wrote.unique().tolist()) == {0.0, 2.0}
     weighted = [model.blocks[0].attn(torch.ones(2, 16, 24), None) for _ in range(2)]
     assert not torch.equal(*weighted)
-
-
-def test_gradients_are_the_same_under_checkpointing():
-    grads = []
-    for checkpointed in (False, True):
-        model = of("gpt2", "layernorm-internal-aux", phase="blend", dropout=0.3)
-        for block in model.blocks if checkpointed else ():
-            forward = block.forward
-            block.forward = lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False)
-        torch.manual_seed(5)
-        model(*batch()).total.backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @every_family

@@ -666,7 +666,16 @@ def layernorm_and_cbwc(**more):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"tie_embeddings": False}, {"norm_bias": False}, {"n_kv_head": 2}], ids=str
+    "more",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"norm_bias": False},
+        {"n_kv_head": 2},
+        {"bias": True, "qk_norm": True},
+        {"positions": "learned", "mlp": "gelu", "bias": True},
+    ],
+    ids=str,
 )
 def test_cbwc_training_is_layernorm_training(more):
     losses = []
