@@ -2,6 +2,7 @@
 starts at 1 or 0."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from slow_part import pytest_addoption, pytest_collection_modifyitems  # noqa: E
 from data import prepare  # noqa: E402
 from data.tokenizer import END, load_tokenizer  # noqa: E402
 from model import ModelConfig, Norm, Taper, Transformer  # noqa: E402
+from nanonorm.errors import BadFile, BadInput, ModelError  # noqa: E402
 
 # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
 torch.set_num_threads(1)
@@ -141,6 +143,14 @@ def one_line(error) -> str:
     message = str(error.value)
     assert message.strip() and "\n" not in message, repr(message)
     return message
+
+
+@contextlib.contextmanager
+def refuses(said: str):
+    """What is done inside is refused in one line that says so."""
+    with pytest.raises((BadInput, ModelError, BadFile)) as error:
+        yield
+    assert said in one_line(error)
 
 
 def state_of(model) -> dict:

