@@ -78,11 +78,9 @@ def install(fault: dict, put=setattr) -> Counter:
 
     def opened(path, mode="r", *args, **more):
         file = plain(path, mode, *args, **more)
-        kind = (
-            {".tmp": "write", ".jsonl": "log"}.get(os.path.splitext(path)[1])
-            if isinstance(path, Path) and mode[0] in "wa"
-            else None
-        )
+        kind = None
+        if isinstance(path, Path) and mode[0] in "wa":
+            kind = {".tmp": "write", ".jsonl": "log"}.get(path.suffix)
         return Faulty(file, kind, point) if kind else file
 
     def step(self, *args, **more):

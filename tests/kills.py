@@ -38,15 +38,9 @@ from data import prepare  # noqa: E402
 from nanonorm.files import read_file  # noqa: E402
 
 RUN = dict(
-    max_iters=24,
-    warmup_iters=3,
-    gate_start=8,
-    gate_end=18,
-    ckpt_interval=5,
-    eval_interval=12,
-    log_interval=3,
-    init_from="auto",
-)
+    max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12,
+    log_interval=3, init_from="auto",
+)  # fmt: skip
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
@@ -89,18 +83,14 @@ def compare(out: Path, reference: Path):
 def systematic(folder: Path, corpus: Path, reference: Path, done: Counter):
     """A kill at every sync, link and rename, each of a run of its own."""
     counts = folder / "counts.json"
-    calls = launch(
-        *flags(folder / "counted", corpus, **RUN), fault={"counts": str(counts)}, stdout=subprocess.DEVNULL
-    )
-    assert calls.wait() == 0
+    argv = flags(folder / "counted", corpus, **RUN)
+    assert launch(*argv, fault={"counts": str(counts)}, stdout=subprocess.DEVNULL).wait() == 0
     for kind, most in json.loads(counts.read_text()).items():
         for n in range(1, most + 1) if kind in ("fsync", "link", "replace") else ():
             out = folder / f"{kind}{n}"
             argv = flags(out, corpus, **RUN)
-            assert ended(fork(argv, folder / "log", {"at": kind, "n": n, "do": "kill"})) == -signal.SIGKILL, (
-                kind,
-                n,
-            )
+            status = ended(fork(argv, folder / "log", {"at": kind, "n": n, "do": "kill"}))
+            assert status == -signal.SIGKILL, (kind, n)
             whole(out)
             assert ended(fork(argv, folder / "log")) == 0, (kind, n)
             compare(out, reference)
@@ -119,11 +109,8 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             if kind.startswith("SIG"):
                 signum = getattr(signal, kind)
             else:
-                fault = {
-                    "at": kind,
-                    "n": rng.randrange(1, {"write": 1200, "log": 6}.get(kind, 15)),
-                    "do": "kill",
-                }
+                most = {"write": 1200, "log": 6}.get(kind, 15)
+                fault = {"at": kind, "n": rng.randrange(1, most), "do": "kill"}
         began, was = time.perf_counter(), modified(out / "metrics.jsonl")
         pid = fork(argv, folder / "log", fault)
         if signum:
@@ -160,20 +147,13 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
     assert process.wait() == 0 and training
     left = time.perf_counter() - began - setup
     while so_far < kills or out.exists() or not runs:
-        fault, kind = (
-            None,
-            rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"])
-            if so_far < kills
-            else None,
-        )
+        fault, kind = None, None
+        if so_far < kills:
+            kind = rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"])
         if kind in ("write", "replace", "before", "after"):
             rank = 0 if kind in ("write", "replace") else rng.randrange(2)
-            fault = {
-                "at": kind,
-                "n": rng.randrange(1, {"write": 1200, "replace": 10}.get(kind, 15)),
-                "do": "kill",
-                "rank": rank,
-            }
+            most = {"write": 1200, "replace": 10}.get(kind, 15)
+            fault = {"at": kind, "n": rng.randrange(1, most), "do": "kill", "rank": rank}
         training = False
         with open(folder / "said", "w") as said:
             process = launch(
@@ -207,13 +187,9 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
             continue
         whole(out)
         so_far += 1
-        name = (
-            f"{kind} to torchrun"
-            if kind.startswith("SIG")
-            else "SIGKILL of the job"
-            if kind == "job"
-            else f"SIGKILL of one at {kind}"
-        )
+        name = "SIGKILL of the job" if kind == "job" else f"SIGKILL of one at {kind}"
+        if kind.startswith("SIG"):
+            name = f"{kind} to torchrun"
         stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
         # they left together, and what they saved is that step; or the loop was over
         if kind.startswith("SIG") and training:
@@ -270,9 +246,8 @@ def main():
         corpus.mkdir()
         text, held_out = (Path(m.__file__).read_text() for m in (argparse, dataclasses))
         prepare(lambda: [(text, True)], lambda: [(held_out[:6000], True)], corpus, 400, "two modules")
-        assert ended(fork(flags(folder / "reference", corpus, **RUN), folder / "log")) == 0, (
-            folder / "log"
-        ).read_text()
+        status = ended(fork(flags(folder / "reference", corpus, **RUN), folder / "log"))
+        assert status == 0, (folder / "log").read_text()
         try:
             systematic(folder, corpus, folder / "reference", done)
             print(f"{sum(done.values())} kills, each at another sync, link or rename of a run", flush=True)
