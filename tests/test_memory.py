@@ -19,9 +19,9 @@ SHAPE = dict(
 PROGRAM = """
 import json, sys
 import torch
-from forms import load_model
+from forms import load_model, proved
 from nanonorm.files import read_file, write_file
-from model import ModelConfig, Transformer, export
+from model import ModelConfig, Transformer
 from tests.running import Peak
 
 path, shape, dtype, job = sys.argv[1], json.loads(sys.argv[2]), getattr(torch, sys.argv[3]), sys.argv[4]
@@ -36,7 +36,7 @@ else:
     with Peak() as loading:
         model = load_model(path)
     with Peak() as folding:
-        export(model, "folded", torch.randint(1000, (4, 512)))
+        proved(model, "folded", torch.randint(1000, (4, 512)))
     held = folding.before - loading.before
     print(json.dumps({"load": loading.bytes, "fold": held + folding.bytes}))
 """
