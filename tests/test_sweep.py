@@ -112,7 +112,7 @@ def launch(*argv, train: Path | None = None) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
 
 
-def wait_for(condition, seconds: float = 30):
+def wait_for(condition, seconds: float = 300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

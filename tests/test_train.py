@@ -146,18 +146,12 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
-    process = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while (
-        not (tmp_path / "run/metrics.jsonl").exists()
-        or b'"iter"' not in (tmp_path / "run/metrics.jsonl").read_bytes()
-    ):
-        time.sleep(0.01)
-        assert process.poll() is None
-    process.send_signal(signum)
+    fault = {"at": "before", "n": 10, "do": signum.name}
+    argv = flags(tmp_path / "run", corpus)
+    process = launch(*argv, fault=fault, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, error = process.communicate()
     assert process.returncode == 128 + signum and "--init_from=resume" in out and "Traceback" not in error
-    steps = final(tmp_path / "run")["progress"]["iter"]
-    assert 0 < steps < 60
+    assert final(tmp_path / "run")["progress"]["iter"] == 10
     train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume")
     assert_same_run(reference, tmp_path / "run")
 
@@ -504,11 +498,10 @@ def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
 
 def test_two_runs_in_one_folder(corpus, tmp_path):
     """The second is refused while the first lives; whatever the first writes stays whole."""
-    first = launch(*flags(tmp_path / "run", corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    while not (tmp_path / "run/metrics.jsonl").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
-    first.send_signal(signal.SIGSTOP)  # it lives, however fast it is
+    argv, fault = flags(tmp_path / "run", corpus), {"at": "before", "n": 10, "do": "SIGSTOP"}
+    first = launch(*argv, fault=fault, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    happened = os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert happened.si_code == os.CLD_STOPPED  # it lives, however fast it is
     second = launch("--init_from=resume", f"--out_dir={tmp_path / 'run'}", stderr=subprocess.PIPE)
     error = second.communicate()[1]
     first.send_signal(signal.SIGCONT)
