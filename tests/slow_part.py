@@ -1,4 +1,4 @@
-"""`pytest -m slow --slow-part=2/6` runs the third of six parts of the slow tests. CI runs one part a commit."""
+"""`pytest -m slow --slow-part=2/6` runs the third of six parts of the slow tests. CI runs one a commit."""
 
 import hashlib
 
