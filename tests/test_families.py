@@ -147,7 +147,7 @@ def test_a_window_that_is_full_drops_to_its_newer_half_with_learned_positions_to
         ({"rope_scaling": (8.0, 1.0, 4.0)}, "must be four numbers"),
         ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "high must be above low"),
         ({"bias": True, "qkv_bias": True}, "leave qkv_bias out"),
-        ({"taper_qk": True, "qk_norm": True}, "taper_qk=True needs a taper"),
+        ({"taper_qk": True, "qk_norm": True}, "taper=internal or all"),
         ({"taper_qk": True, "taper": "all"}, "needs qk_norm=True"),
     ],
 )
