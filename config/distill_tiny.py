@@ -1,7 +1,7 @@
 # A coupled network of llama_tiny.py's shape, brought back to what that could do. As published: DoRA, alpha
 # twice the rank, KL to the teacher alone; the rank is a quarter of the width, as 1024 is of Qwen 8B's. Steps,
 # rate and batch are chosen here.
-# scripts/coupled_posthoc.sh runs it for several choices of alpha and kept blocks. Before it:
+# The study coupled_posthoc runs it for several choices of alpha and kept blocks. Before it:
 #   python scripts/couple.py out/llama_tiny --data=tinystories_2k --out=out/llama_tiny_coupled
 
 dataset = "tinystories_2k"

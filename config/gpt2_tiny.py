@@ -1,6 +1,6 @@
 # GPT-2's shape at 1.07 M parameters, 4 * (12 * 128^2 + 13 * 128) + (2,048 + 128) * 128 + 2 * 128, pre-trained
 # on children's stories and books: what gpt2.py:tiny_{vanilla,fakeln,internal,all} begin with, where no
-# pretrained GPT-2 can be had. scripts/gpt2_small.sh runs them all. The corpus, text with a line
+# pretrained GPT-2 can be had. The study gpt2_small runs them all. The corpus, text with a line
 # <|endoftext|> after every story and book:
 #   python data/tinystories/prepare.py --text=train.txt --val_text=val.txt --vocab_size=2048 \
 #       --out_dir=data/stories_books

@@ -1,6 +1,6 @@
 # Llama's shape (grouped queries, RoPE, SwiGLU, RMSNorm, tied) at 2.3 M parameters, 12 * (128 * 128 * 2 +
 # 2 * 128 * 64 + 3 * 128 * 320 + 2 * 128) + 2,048 * 128 + 128, pre-trained on stories: what
-# scripts/coupled_posthoc.sh takes half of the norms' statistics out of, where no pretrained Llama can be
+# the study coupled_posthoc takes half of the norms' statistics out of, where no pretrained Llama can be
 # had. The corpus has 2,048 token ids:
 #   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k
 # with --text=... --val_text=... where the hub cannot be reached.

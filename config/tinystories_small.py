@@ -1,5 +1,5 @@
 # A TinyStories run for two CPU cores, minutes long: Internal-Taper with the anchor on 0.33 M parameters. The
-# studies in scripts/tinystories_small.sh start from it. The corpus has 2,048 token ids:
+# study tinystories_small starts from it. The corpus has 2,048 token ids:
 #   python data/tinystories/prepare.py --vocab_size=2048 --out_dir=data/tinystories_2k
 # with --text=... --val_text=... where the hub cannot be reached.
 

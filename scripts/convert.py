@@ -26,8 +26,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from data.tokenizer import Tokenizer
 from forms import export_files, from_file, proved, types_of
 from model import ModelConfig, Transformer

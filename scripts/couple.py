@@ -27,8 +27,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from begin import begun_from
 from config import Config
 from data import corpus_folder, open_corpus, refuse_other_tokens

@@ -34,8 +34,6 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from data import HeldOut, open_held_out, refuse_other_tokens
 from model import Transformer
 from nanonorm.cli import parse
@@ -45,7 +43,7 @@ from nanonorm.kernels import upcast
 from nanonorm.log import say
 from nanonorm.machine import pick_device, processor
 from nanonorm.typed import Count, Positive
-from scripts.networks import Network, open_network
+from scripts.exports.networks import Network, open_network
 from scripts.studies import calibration
 from scripts.studies.table4 import CONTEXT, paper_says, row_of
 

@@ -1,10 +1,9 @@
 """Which LayerNorms of a network can be RMSNorm without changing the function, by nanonorm.foldable.
 
     python scripts/foldable.py gpt2 bert bloom    # small networks of named architectures, random weights
-    python scripts/foldable.py --all              # every architecture of scripts/foldable_zoo.py
+    python scripts/foldable.py --all              # every architecture of scripts/foldables/zoo.py
     python scripts/foldable.py --checkpoint DIR   # a pretrained model saved in DIR
     python scripts/foldable.py gpt2 --bench       # what the fold of a usual size costs and gains
-    python scripts/foldable.py gpt2 --enjoyln DIR # beside the authors' own tool, checked out in DIR
 
 "printed algorithm" in the table is the paper's (arXiv 2605.14521) as it is printed, which can be unsound.
 """
@@ -16,13 +15,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -30,8 +26,7 @@ from nanonorm.foldable import apply_report, find, fold, prove, rms_in_place_of
 from nanonorm.foldable.search import FoldReport, count_of
 from nanonorm.timing import time_rounds
 from nanonorm.typed import Count
-from scripts import foldable_enjoyln as enjoyln
-from scripts import foldable_zoo as zoo
+from scripts.foldables import zoo
 
 
 @dataclass
@@ -43,7 +38,6 @@ class Foldable:
     layers: Count | None = None  # depth of the networks; None: the default of their config class
     untie: bool = False  # tables shared with a head get a copy of their own
     list: bool = False  # print every LayerNorm's verdict as well
-    enjoyln: str | None = None  # a checkout of the authors' own tool: its fold beside ours
     bench: bool = False  # the usual sizes: time and memory of a fold, and inference before and after
     batch: Count = 2  # of --bench
     seq: Count = 128  # tokens, of --bench
@@ -58,13 +52,13 @@ PRINTED |= dict.fromkeys(("opt", "phi", "vit"), "100%")
 
 
 def expand_flags(words: list[str]) -> list[str]:
-    """Write `--all`, `--checkpoint DIR` and `--enjoyln DIR` as parse() takes them: `--key=value`."""
+    """Write `--all` and `--checkpoint DIR` as parse() takes them: `--key=value`."""
     found, words = [], list(words)
     while words:
         word = words.pop(0)
         if word in ("--all", "--untie", "--list", "--bench", "--compiled"):
             word += "=True"
-        elif word in ("--checkpoint", "--enjoyln") and words:
+        elif word == "--checkpoint" and words:
             word += "=" + words.pop(0)
         found.append(word)
     return found
@@ -169,24 +163,12 @@ def print_table(names: list[str], knobs: Foldable):
         print(table_row(name, e, knobs), flush=True)
 
 
-def print_beside_enjoyln(names: list[str], knobs: Foldable):
-    """One row each: the fold of the authors' own tool, and ours."""
-    torch.set_num_threads(1)
-    tool = enjoyln.load_tool(knobs.enjoyln)
-    print_header("without its head", enjoyln.HEADER)
-    for name in names:
-        theirs, ours, report = enjoyln.compare(name, knobs.layers, knobs.seed, tool)
-        print(f"| {' | '.join([name, *theirs, counts(report), *ours])} |", flush=True)
-
-
 def main():
     knobs, _, names = parse(Foldable, expand_flags(sys.argv[1:]), usage=__doc__)
     if knobs.all:
         names = [*names, *zoo.NAMES]
     if not names and not knobs.checkpoint:
         raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or give --all, or --checkpoint DIR")
-    if knobs.enjoyln and (knobs.bench or knobs.checkpoint):
-        raise BadInput("--enjoyln prints a table of its own; leave out --bench and --checkpoint")
     if names and knobs.checkpoint:
         raise BadInput("--checkpoint DIR is one model; name no architectures beside it")
     for name in names:
@@ -200,8 +182,6 @@ def main():
     elif knobs.bench:
         for name in names:
             bench_fold(name, zoo.usual(name, knobs.batch, knobs.seq, knobs.layers), knobs)
-    elif knobs.enjoyln:
-        print_beside_enjoyln(names, knobs)
     else:
         print_table(names, knobs)
 

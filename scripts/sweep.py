@@ -32,8 +32,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from config import Config, free_on_resume
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
@@ -79,8 +77,10 @@ def check(k: Sweep, axes: dict[str, list[str]]):
         for value in values:
             parse(Config, [f"--{name}={value}"])
     for name in axes:
-        if name in ("out_dir", "init_from"):
-            raise BadInput(f"--{name} is for sweep.py to set; name the folder of all runs with --out")
+        if name == "out_dir":
+            raise BadInput("--out_dir is for sweep.py to set; name the folder of all runs with --out")
+        if name == "init_from" and set(axes[name]) & set(NO_WEIGHTS):
+            raise BadInput("--init_from takes weights to start from; what is there already goes on by itself")
         if k.variants and name in ("norm", "taper"):
             raise BadInput(f"--{name} and --variants both choose the norms; leave one of them out")
     if not k.variants or "aux_weight" not in axes:
@@ -156,6 +156,16 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
     words += [f"{n}{settings[n]}" for n in named if n in flags]
     name = re.sub(r"[^\w.+-]+", "_", "-".join(words)).strip("._") or "run"
     return PlannedRun(name, Path(k.out) / name, argv, settings, anew)
+
+
+def one_run(argv: list[str]) -> PlannedRun:
+    """The run of one command of train.py, with its --out_dir. Raises: BadInput."""
+    k, files, axes = read_command(argv)
+    flags = {name: ",".join(values) for name, values in axes.items()}
+    run = plan(k, files, None, flags, [])
+    run.folder = Path(run.settings["out_dir"])
+    run.name, run.argv = run.folder.name, [word for word in run.argv if not word.startswith("--out_dir=")]
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -343,16 +353,11 @@ def prepare_corpora(runs: list[PlannedRun]):
         prepare_if_missing(corpus_folder(name), None if begins in NO_WEIGHTS else begins)
 
 
-def main() -> int:
-    k, files, axes = read_command(sys.argv[1:])
-    runs = grid(k, files, axes)
-    if k.print:
-        print_commands(runs, k.threads)
-        return 0
+def run_grid(
+    k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[PlannedRun]
+) -> list[PlannedRun]:
+    """Run what is left of a grid. Returns the runs that are not finished in the end. Raises: BadInput."""
     prepare_corpora(runs)
-    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
-    for signum in (signal.SIGINT, signal.SIGTERM, hang_up):
-        signal.signal(signum, lambda n, _: sys.exit(128 + n))
     threads = k.threads or max(1, (os.cpu_count() or 1) // k.jobs)
     try:
         with hold_folder(k.out):
@@ -363,7 +368,24 @@ def main() -> int:
     print(f"{len(runs) - len(bad)} of {len(runs)} runs are finished in {k.out}")
     for run in bad:
         print(f"  not {run.name}")
-    return 1 if bad else 0
+    return bad
+
+
+def exit_on_signals():
+    """A signal to end raises SystemExit, so that the runs at work save and leave first."""
+    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
+    for signum in (signal.SIGINT, signal.SIGTERM, hang_up):
+        signal.signal(signum, lambda n, _: sys.exit(128 + n))
+
+
+def main() -> int:
+    k, files, axes = read_command(sys.argv[1:])
+    runs = grid(k, files, axes)
+    if k.print:
+        print_commands(runs, k.threads)
+        return 0
+    exit_on_signals()
+    return 1 if run_grid(k, files, axes, runs) else 0
 
 
 if __name__ == "__main__":

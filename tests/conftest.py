@@ -28,6 +28,7 @@ from nanonorm.errors import BadFile, BadInput, ModelError  # noqa: E402
 # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
+os.environ["PYTHONPATH"] = str(ROOT)  # they run this checkout, whichever is installed
 
 # the same examples each run, without a folder of old failures
 settings.register_profile("repository", max_examples=40, deadline=None, derandomize=True, database=None)

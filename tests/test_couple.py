@@ -2,13 +2,7 @@
 
 import io
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections import Counter
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +14,6 @@ from tqdm import tqdm
 from forms import fold, load_model
 from model import CoupledBlock, Transformer
 from nanonorm.divergence import divergence, divergences
-from nanonorm.files import ROOT
 from nanonorm.generation import KVCache
 from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
 
@@ -190,50 +183,3 @@ def test_divergences_are_those_of_one_pair_after_another():
         costs = [-log_p.gather(2, y[..., None]).mean().item() for log_p in (old, log_q)]
         kl = (old.exp() * (old - log_q)).sum(-1).mean().item()
         assert d == pytest.approx((*costs, kl), rel=1e-5)  # float32
-
-
-@pytest.mark.slow
-def test_the_gpu_script_runs_at_toy_sizes_on_a_cpu(tmp_path):
-    pytest.importorskip("peft")
-    pytest.importorskip("matplotlib")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "TRY": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
-    # it prepares a corpus there
-    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
-    command, out = ["bash", "scripts/gpu_couple.sh", tmp_path / "out"], tmp_path / "out"
-    run = subprocess.run(command, cwd=tmp_path / "clone", env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    names = {f"decode_{shape}.{kind}" for shape in ("llama", "qwen") for kind in ("json", "png")}
-    names |= {"decode.txt", "toy.md", "toy.png", "toy.txt", "pretraining.txt"}
-    assert {path.name for path in out.iterdir()} == names
-    assert [line.split(":")[0] for line in (out / "toy.txt").read_text().splitlines()] == ["step 8"]
-    lines = (out / "pretraining.txt").read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["baseline, seed 1", "coupled, seed 1"]
-    assert all('"val/loss"' in line for line in lines)
-
-
-@pytest.mark.slow
-def test_the_small_study_runs_at_toy_sizes(tmp_path):
-    pytest.importorskip("peft")
-    pytest.importorskip("matplotlib")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    work, out = tmp_path / "work", tmp_path / "out"
-    env = {**os.environ, "TRY": "1", "WORK": str(work), "PATH": path, "OMP_NUM_THREADS": "1"}
-    run = partial(subprocess.run, ["bash", "scripts/coupled_posthoc.sh", out], cwd=ROOT, env=env, text=True,
-                  capture_output=True)  # fmt: skip
-    first = run()
-    assert first.returncode == 0, first.stderr
-    assert {path.name for path in out.iterdir()} == {"report.md", "curves.csv", "rms.png", "distilled.png"}
-    said = (out / "report.md").read_text()
-    rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
-    assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
-    # again, with a distillation and the report missing: these alone are made
-    made = {path: path.stat().st_mtime_ns for path in work.rglob("ckpt.pt") if "llama_tiny" not in str(path)}
-    missing = work / "out/coupled_posthoc/none_0_through/seed2"
-    shutil.rmtree(missing)
-    (out / "report.md").unlink()
-    second = run()
-    assert second.returncode == 0, second.stderr
-    assert {path for path, at in made.items() if path.stat().st_mtime_ns != at} == {missing / "ckpt.pt"}
-    again = (out / "report.md").read_text()
-    assert {line for line in again.splitlines() if "_stopped |" in line} <= set(said.splitlines())

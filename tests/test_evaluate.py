@@ -23,7 +23,7 @@ from forms import fold
 from nanonorm.errors import BadInput, ModelError
 from scripts import evaluate
 from scripts.exports import Job, hf
-from scripts.networks import by_transformers, open_network
+from scripts.exports.networks import by_transformers, open_network
 from scripts.studies import calibration, table4
 
 # float64: sums of a few thousand losses in another order; the logits of a block differ by 1e-15

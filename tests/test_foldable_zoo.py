@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from nanonorm.errors import BadInput
 from nanonorm.foldable import cast_inputs, center, find, fold, outputs_of, shuffled
 from nanonorm.foldable.graph import InDouble
-from scripts import foldable_zoo
 from scripts.foldable import main
-from scripts.foldable_zoo import ARCHITECTURES, NAMES, build, import_transformers, randomize
+from scripts.foldables import zoo
+from scripts.foldables.zoo import ARCHITECTURES, NAMES, build, offline_transformers, randomize
 
 # two layers each: (foldable, LayerNorms, inserted operations) as built; with tables untied by the config;
 # with a copy of tied tables on request. A plain triple stands for all three.
@@ -194,7 +194,7 @@ def test_centred_training_is_layernorm_training(name):
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_find_on_the_meta_device(name):
     """Deep networks of full width without a byte of weights."""
-    transformers, architecture = import_transformers(), ARCHITECTURES[name]
+    transformers, architecture = offline_transformers(), ARCHITECTURES[name]
     with torch.device("meta"):
         config = getattr(transformers, architecture.config)(use_cache=False)
         model = getattr(transformers, architecture.model)(config).eval()
@@ -219,64 +219,10 @@ def test_a_checkpoint_in_a_folder(tmp_path, monkeypatch, capsys):
 def test_what_a_fold_costs_and_gains(monkeypatch, capsys):
     """--bench on a toy: the tables, and a last line of JSON."""
     toy = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 70, "bos_token_id": 0, "eos_token_id": 1}
-    monkeypatch.setitem(foldable_zoo.USUAL, "gpt2", toy)
+    monkeypatch.setitem(zoo.USUAL, "gpt2", toy)
     monkeypatch.setattr(sys, "argv", ["foldable.py", "gpt2", "--bench", "--batch=1", "--seq=8", "--rounds=2"])
     main()
     out = capsys.readouterr().out
     assert "3/3 foldable with 1 operations" in out
     assert "| eager | LayerNorm |" in out and "| the norm alone |" in out
     assert json.loads(out.splitlines()[-1])["speed"].keys() == {"model", "norm"}
-
-
-TOOL = {
-    "__init__.py": "",
-    "utils.py": """
-import torch
-
-class Counter:
-    foldable_cnt, ln_cnt = 1, 3
-
-def create_analyse_hook_fns(counter, _print):
-    return None, None
-
-class HookManager:
-    def __init__(self, model, after, before):
-        norm = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)][-1]
-        Counter.center_modules, Counter.layernorms = [], [norm]
-
-    def __enter__(self):
-        pass
-
-    __exit__ = lambda *args: None
-
-def MetadataTensor(x, centered):
-    return x
-""",
-    "modules.py": """
-import types
-import rms_norm_cuda
-
-def forward(self, x):
-    return rms_norm_cuda.forward(x, self.normalized_shape, self.weight, self.bias, self.eps)[0]
-
-def replace_layer_norm_forward(layer):
-    layer.forward = types.MethodType(forward, layer)
-""",
-}
-
-
-def test_a_row_beside_the_authors_tool(monkeypatch, capsys, tmp_path):
-    """With a tool of the same names that takes the last LayerNorm for RMSNorm and centres nothing."""
-    (tmp_path / "src/enjoyln").mkdir(parents=True)
-    for name, text in TOOL.items():
-        (tmp_path / "src/enjoyln" / name).write_text(text)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["foldable.py", "gpt2", "--layers=2", "--enjoyln", str(tmp_path)])
-    main()
-    *_, cells = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
-    name, theirs, fresh, random, _, ours, *errors, _, _ = cells
-    assert (name, theirs, ours) == ("| gpt2", "1/3", "5/5")
-    assert float(random) > 1e-3 and max(map(float, errors)) < 1e-12 and float(fresh) > 1e-12
-    with pytest.raises(BadInput) as e:
-        build("vit", headless=True)
-    assert "without a head" in one_line(e)

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +13,14 @@ from data.tokenizer import load_tokenizer
 from forms import load_model
 from nanonorm.files import ROOT, read_file, write_file
 
-SCRIPT = ROOT / "scripts/lm_eval.sh"
-CHOICES = ROOT / "scripts/lm_eval_tasks/choices.jsonl"
+SCRIPT = ROOT / "scripts/harness/run.py"
+CHOICES = ROOT / "scripts/harness/tasks/choices.jsonl"
 QUESTIONS = [json.loads(line) for line in CHOICES.read_text().splitlines()]
 
 
 def lm_eval(*argv, **env) -> subprocess.CompletedProcess:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **env}
-    return subprocess.run(["bash", SCRIPT, *map(str, argv)], env=env, capture_output=True, text=True)
+    command, env = [sys.executable, SCRIPT, *map(str, argv)], {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 @torch.no_grad()
@@ -67,7 +64,7 @@ def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
-    run = lm_eval(reference, "--output_path", tmp_path, LOCAL="1")
+    run = lm_eval(reference, "--local", "--output_path", tmp_path)
     assert run.returncode == 0, run.stderr
     found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
     model, tokenizer = load_model(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
@@ -87,7 +84,7 @@ def test_what_is_longer_than_the_context_is_counted(reference, tmp_path):
     file["config"]["block_size"] = 12
     write_file(file, tmp_path / "folded.pt")
     (tmp_path / name).write_bytes((reference / name).read_bytes())
-    run = lm_eval(tmp_path / "folded.pt", LOCAL="1")
+    run = lm_eval(tmp_path / "folded.pt", "--local")
     assert run.returncode == 0, run.stderr
     count = inputs_cut(load_model(tmp_path / "folded.pt"), load_tokenizer(tmp_path))
     assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in run.stdout
@@ -101,8 +98,8 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
     command = [sys.executable, "scripts/convert.py", reference, "--to=hf", f"--out={export}"]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     cache = tmp_path / "modules"
-    where = {"LOCAL": "1", "TEXT": str(text), "HF_MODULES_CACHE": str(cache)}
-    run = lm_eval(export, "--output_path", tmp_path / "out", **where)
+    flags = ("--local", f"--text={text}", "--output_path", tmp_path / "out")
+    run = lm_eval(export, *flags, HF_MODULES_CACHE=str(cache))
     assert run.returncode == 0, run.stderr
     found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
     model = load_model(reference / "folded.pt")
@@ -111,20 +108,12 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
     assert not cache.exists()
 
 
-def test_without_python_it_says_so_in_one_line(tmp_path):
-    for tool in ("bash", "dirname", "mktemp", "realpath", "rm"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    command = [shutil.which("bash"), SCRIPT, tmp_path]
-    run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "no python" in run.stderr
-
-
 def test_without_the_hub_it_says_so_in_one_line(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
     run = lm_eval(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "LOCAL=1" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--local" in run.stderr
 
 
 def test_a_missing_path_is_one_line():
-    run = lm_eval()
-    assert run.returncode and run.stderr.count("\n") == 1 and "name a run folder" in run.stderr
+    run = lm_eval("--local")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "name a run folder" in run.stderr

@@ -1,14 +1,12 @@
 """The scripts run, on sizes that take no time."""
 
 import json
-import os
 import runpy
 import shutil
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,16 +20,13 @@ from scripts.speed.turns import take_turns, tensor_peak
 
 
 def test_parts_prints_its_tables(monkeypatch, capsys):
-    flags = ["--loss_embd=8", "--loss_vocab=300", "--tokens=600", "--head_dim=4", "--heads=2", "--window=16"]
-    flags += ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2"]
-    flags += ["--what=loss,attention,step,kernels"]
+    flags = ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2", "--what=step,kernels"]
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/speed/parts.py"), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
     out = capsys.readouterr().out
-    tables = ("n_embd 8 | ms", "head_dim 4 | ms", "n_embd 16 | ms", "| peak, MB |")
+    tables = ("n_embd 16 | ms", "| peak, MB |")
     assert all(title in out for title in tables)
-    for name in ("plain, bfloat16", "in chunks, bfloat16", "padded to 16, float32", "attend, bfloat16",
-                 "taper, blend", "cbwc", "as it is", "without EagerSwiGLU"):  # fmt: skip
+    for name in ("taper, blend", "cbwc", "as it is", "without EagerSwiGLU"):
         assert f"\n| {name} | " in out
 
 
@@ -213,19 +208,3 @@ def test_where_draws_a_bar_for_each_checkout(tmp_path):
     (rows,) = json.loads(run.stdout.splitlines()[-1]).values()
     assert rows.keys() == {"before", "now"} and all(r["matrix products"] > 0 for r in rows.values())
     assert (tmp_path / "where.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script, written", [("gpu_speed.sh", "train.txt"), ("gpu_sweep.sh", "report.md")])
-def test_gpu_scripts_run_at_toy_sizes_on_a_cpu(script, written, tmp_path):
-    env = os.environ | {
-        "TRY": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    # they prepare a corpus there
-    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
-    command, clone = ["bash", f"scripts/{script}", tmp_path / "out"], tmp_path / "clone"
-    run = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "tok/s" in (tmp_path / "out" / written).read_text()

@@ -235,7 +235,7 @@ def test_equal_values_are_one_run():
         (["--variants=baseline,intrenal"], "variants must be"),
         (["--jobs=0"], "jobs must be"),
         (["--out_dir=x"], "--out"),
-        (["--init_from=resume"], "--out"),
+        (["--init_from=resume"], "weights to start from"),
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
         (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
@@ -399,16 +399,6 @@ def test_a_value_that_is_no_number_is_told_as_nan(tmp_path):
     assert sweep.outcome(run, 0) == "finished, val/loss nan" and run.steps == 2
 
 
-def test_a_failed_run_does_not_keep_gpu_sweep_from_its_report(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$1" >> "$SAID"\ncase "$1" in *sweep.py) exit 3;; esac\n')
-    python.chmod(0o755)
-    env = {"TRY": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
-    command = ["bash", "scripts/gpu_sweep.sh", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | env)
-    assert run.returncode == 3 and (tmp_path / "said").read_text() == "scripts/sweep.py\nscripts/report.py\n"
-
-
 def test_a_gate_has_one_identity_however_its_end_is_said():
     """At a step or as a share of the run; a gate that ends with the run is another."""
     identities = []
@@ -527,60 +517,6 @@ def test_the_same_grid_is_recorded_once(stand_in, tmp_path, monkeypatch):
     for _ in range(2):
         assert run_sweep(monkeypatch, *argv) == 0
     assert len(json.loads((tmp_path / "out/sweep.json").read_text())) == 1
-
-
-STUDIES = {
-    "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
-    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 2 + 3 + 6,
-    "recipe": 48, "recipe_long": 32, "width": 9 + 4 + 4 + 2,
-    "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
-}  # fmt: skip
-
-
-def test_every_study_of_the_small_config_can_be_planned(tmp_path, monkeypatch):
-    """The calls that tinystories_small.sh makes, and the runs that these come to, without one."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$SAID"\n')
-    python.chmod(0o755)
-    env = {"STORIES": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    env |= {"JOBS": "3", "FLAGS": "--compile=True --dtype=bfloat16"}
-    call_it = {"cwd": ROOT, "capture_output": True, "text": True}
-    monkeypatch.chdir(ROOT)
-    folders = set()
-    for study, runs_there in STUDIES.items():
-        said = tmp_path / f"{study}.said"
-        command, planned = ["bash", "scripts/tinystories_small.sh", study], []
-        subprocess.run(command, env=os.environ | env | {"SAID": str(said)}, check=True, **call_it)
-        for call in said.read_text().split("\n\n")[:-1]:
-            script, *argv = call.split("\n")
-            if script != "scripts/sweep.py":
-                assert script.endswith("data/tinystories/prepare.py")
-                continue
-            k, files, axes = sweep.read_command(argv)
-            assert k.jobs == 3 and axes["dtype"] == ["bfloat16"] and k.out not in folders, argv
-            folders.add(k.out)
-            planned += sweep.grid(k, files, axes)
-        assert len(planned) == runs_there, study
-        for run in planned:
-            tapers = run.settings["taper"] != "none"
-            assert tapers == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
-    wrong = subprocess.run([*command[:2], "gates"], env=os.environ | env, **call_it)
-    assert wrong.returncode == 2 and wrong.stderr == f"no study gates: {' '.join(STUDIES)}\n"
-
-
-@pytest.mark.parametrize(("code", "ends", "sweeps"), [(0, 0, 3), (1, 1, 3), (2, 2, 1), (130, 130, 1)])
-def test_a_failed_run_does_not_keep_the_next_study_from_running(code, ends, sweeps, tmp_path):
-    """Wrong flags and Ctrl-C end the call, a run that fails its exit status alone."""
-    python, said = tmp_path / "python", tmp_path / "said"
-    fails = f'case "$*" in *rate_long*) exit {code};; esac'
-    python.write_text(f'#!/bin/sh\ncase "$1" in *sweep.py) echo "$3" >> "$SAID"; {fails};; esac\n')
-    python.chmod(0o755)
-    env = {"STORIES": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
-    command = ["bash", "scripts/tinystories_small.sh", "rate_long", "recipe", "gate_long"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | env)
-    assert done.returncode == ends
-    asked = [f"--out=out/small/{study}" for study in ("rate_long", "recipe", "gate_long")]
-    assert said.read_text().split() == asked[:sweeps]
 
 
 def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):

@@ -93,7 +93,7 @@ def needed(package: str):
         return importlib.import_module(package)
     except ImportError:
         raise BadInput(
-            f"this export needs {package}, which is not installed: pip install -r requirements-export.txt"
+            f"this needs {package}, which is not installed: pip install -r requirements-export.txt"
         ) from None
 
 

@@ -10,8 +10,6 @@ rounds of (this / nanonorm of the same runtime), both of the same round, with it
 longer than ours. Logits are compared before anything is timed. Llama needs 25 GB of disk and 17 of memory.
 """
 
-import json
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,19 +18,16 @@ from typing import Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from begin import begun_from
 from bench import hardware
 from forms import FOLD_TOLERANCE, fold, from_file
 from model import Transformer
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import atomic_write
 from nanonorm.run import open_model
 from nanonorm.typed import Count, Whole
-from scripts.speed.peers import decode_of_hf, prefill_of_hf, prefill_of_ours, transformers_or_refuse
-from scripts.speed.turns import release_garbage, take_turns, timed_turns
+from scripts.exports import needed_transformers
+from scripts.speed.peers import decode_of_hf, prefill_of_hf, prefill_of_ours
+from scripts.speed.turns import finish, ratios, read_flags, release_garbage, take_turns, timed_turns
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
@@ -67,8 +62,7 @@ class Loaded:
 
 def make_checkpoint(folder: Path, shape: str, seed: int):
     """A folder as transformers writes it, float32, random weights and gains."""
-    transformers, (name, config) = transformers_or_refuse(), SHAPES[shape]
-    transformers.utils.logging.disable_progress_bar()
+    transformers, (name, config) = needed_transformers(), SHAPES[shape]
     torch.manual_seed(seed)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**config))
@@ -100,9 +94,7 @@ def ours(folder: Path, folded: bool) -> Transformer:
 
 
 def theirs(folder: Path):
-    package = transformers_or_refuse()
-    package.utils.logging.disable_progress_bar()
-    return package.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return needed_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def step_of(k: Loaded, name: str, folder: Path, mode: str, runtime: str):
@@ -147,9 +139,8 @@ def measure(k: Loaded, folder: Path, shape: str, mode: str, runtime: str) -> lis
     said = take_turns({n: (work, k, n, folder, mode, runtime) for n in names}, 1 + k.iters, k.seed)
     times = {name: np.array(turns[2:]) for name, turns in said.items()}
     rows = []
-    for name in names:
-        low, middle, high = np.percentile(times[name] / times["nanonorm"], (25, 50, 75)).tolist()
-        row = dict(shape=shape, mode=mode, runtime=runtime, name=name, ms=float(np.median(times[name])),
+    for name, (ms, middle, low, high) in ratios(times, to="nanonorm").items():
+        row = dict(shape=shape, mode=mode, runtime=runtime, name=name, ms=ms,
                    ratio=middle, ratio_q1=low, ratio_q3=high)  # fmt: skip
         rows.append(row)
         cells = (shape, mode, runtime, name, f"{row['ms']:.1f}", f"{middle:.2f}x {low:.2f}-{high:.2f}")
@@ -158,10 +149,8 @@ def measure(k: Loaded, folder: Path, shape: str, mode: str, runtime: str) -> lis
 
 
 def main():
-    k, _, words = parse(Loaded, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
-    transformers, machine = transformers_or_refuse(), hardware(torch.device("cpu"))
+    k = read_flags(Loaded, __doc__)
+    transformers, machine = needed_transformers(), hardware(torch.device("cpu"))
     print(f"machine  {machine}; torch {torch.__version__}, transformers {transformers.__version__}; float32")
     work = f"prefill: a prompt of {k.seq}; decode: {k.new_tokens} tokens after 8"
     print(f"measure  batch 1; {work}; {k.iters} rounds\n")
@@ -176,12 +165,8 @@ def main():
             for mode in k.mode:
                 for runtime in k.runtime:
                     figures += measure(k, folder, shape, mode, runtime)
-    report = dict(settings=asdict(k), machine=machine, torch=torch.__version__,
-                  transformers=transformers.__version__, rows=figures)  # fmt: skip
-    if k.out:
-        with atomic_write(k.out, "w") as f:
-            f.write(json.dumps(report) + "\n")
-    print(f"\n{json.dumps(report)}")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    finish({"settings": asdict(k), "machine": machine, **versions, "rows": figures}, k.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What a training step is made of: the loss and the attention against their alternatives, and each variant's
-whole step against the baseline's, interleaved in one process.
+"""The training step of each variant against the baseline's, interleaved in one process.
 
     python scripts/speed/parts.py                                          # on this CPU
     python scripts/speed/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 \\
@@ -13,46 +12,31 @@ quartiles: above 1 the alternative is faster. Peak: the most memory its tensors 
 
 import itertools
 import random
-import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from config import Config
 from data.sampling import train_batch
-from model import ModelConfig, Transformer, attend
-from nanonorm.cli import parse
-from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.kernels import chunked_cross_entropy, plain
+from model import ModelConfig, Transformer
+from nanonorm.errors import one_line_errors
+from nanonorm.kernels import plain
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.timing import time_rounds
 from nanonorm.typed import Count
-from scripts.speed.turns import tensor_peak
+from scripts.speed.turns import read_flags, tensor_peak
 from train import Step
-
-Table = Literal["loss", "attention", "step", "kernels", "protocols"]
 
 
 @dataclass
 class Parts:
     """What is timed. The shape of the step is the demo's."""
 
-    what: tuple[Table, ...] = ("loss", "attention", "step")  # tables to print
-    tokens: Count = 4096  # of a batch, for the loss
-    loss_embd: tuple[Count, ...] = (64, 128, 256, 512)  # widths of the head's input
-    loss_vocab: Count = 10_000  # its token ids
-    head_dim: tuple[Count, ...] = (4, 8, 16, 32)  # head sizes, for attention
-    heads: Count = 128  # windows times heads, for attention
-    window: tuple[Count, ...] = (512,)  # tokens of a window, for attention
+    what: tuple[Literal["step", "kernels", "protocols"], ...] = ("step",)  # tables to print
     n_embd: tuple[Count, ...] = (64,)  # widths, for the step
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
@@ -63,61 +47,6 @@ class Parts:
     compiled: bool = False  # the step through torch.compile (half a minute a variant first)
     keep: bool = True  # keep freed memory, as train.py does
     iters: Count = 9  # timed rounds, after one to warm up
-
-
-def loss_steps(tokens: int, width: int, vocab: int) -> dict:
-    """{name: forward and backward of head and loss}, inputs and gradients in float32, logits as named."""
-    y = torch.randn(1, tokens, width, requires_grad=True)
-    W = (0.02 * torch.randn(vocab, width)).requires_grad_()
-    targets = torch.randint(vocab, (1, tokens))
-
-    def plain():
-        return F.cross_entropy(F.linear(y, W).float().flatten(0, 1), targets.flatten())
-
-    def library(dtype, **options):
-        options = nn.LinearCrossEntropyOptions(**options)
-        return F.linear_cross_entropy(y[0].to(dtype), W.to(dtype), targets[0], options=options)
-
-    def step(loss, low):
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            value = loss()
-        value.backward()
-        y.grad = W.grad = None
-
-    steps = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        low, name = dtype == torch.bfloat16, str(dtype).removeprefix("torch.")
-        steps[f"plain, {name}"] = partial(step, plain, low)
-        steps[f"in chunks, {name}"] = partial(step, partial(chunked_cross_entropy, y, W, None, targets), low)
-        if hasattr(nn, "LinearCrossEntropyOptions"):
-            steps[f"library's own chunks, {name}"] = partial(step, partial(library, dtype), False)
-            for size in (256, 512, 1024):
-                chunks = partial(library, dtype, batch_chunk_size=size)
-                steps[f"library's chunks of {size}, {name}"] = partial(step, chunks, False)
-    return steps
-
-
-def attention_steps(heads: int, window: int, head_dim: int) -> dict:
-    """{name: forward and backward of causal attention}."""
-
-    def padded(q, k, v):
-        q, k, v = (F.pad(t, (0, 16 - head_dim)) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=head_dim**-0.5)
-        return y[..., :head_dim]
-
-    def step(kernel, qkv):
-        kernel(*qkv).sum().backward()
-
-    kernels = {"plain": partial(F.scaled_dot_product_attention, is_causal=True)}
-    if head_dim < 16:
-        kernels["padded to 16"] = padded
-    kernels["attend"] = attend
-    steps = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        shape, name = (1, window, heads, head_dim), str(dtype).removeprefix("torch.")
-        qkv = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
-        steps |= {f"{how}, {name}": partial(step, kernel, qkv) for how, kernel in kernels.items()}
-    return steps
 
 
 FAR = 2**30  # steps: beyond what is timed
@@ -235,22 +164,12 @@ def table(title: str, steps: dict, iters: int, memory: bool = False):
 
 
 def main():
-    k, _, words = parse(Parts, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
+    k = read_flags(Parts, __doc__)
     if k.keep:
         keep_freed_memory()
     torch.manual_seed(0)
     threads, kept = torch.get_num_threads(), f"freed memory kept: {k.keep}"
     print(f"torch {torch.__version__}, {threads} threads, medians of {k.iters} rounds; {kept}")
-    if "loss" in k.what:
-        for d in k.loss_embd:
-            title = f"head and loss, {k.tokens} tokens, vocabulary {k.loss_vocab}, n_embd {d}"
-            table(title, loss_steps(k.tokens, d, k.loss_vocab), k.iters, memory=True)
-    if "attention" in k.what:
-        for C, T in itertools.product(k.head_dim, k.window):
-            title = f"attention, {k.heads} heads, {T} tokens, head_dim {C}"
-            table(title, attention_steps(k.heads, T, C), k.iters)
     shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
     shape += ", compiled" if k.compiled else ""
     for d in k.n_embd:

@@ -21,8 +21,6 @@ installed with --no-deps.
 
 import importlib.metadata
 import importlib.util
-import json
-import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -33,18 +31,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from bench import hardware
 from forms import FOLD_TOLERANCE
 from model import ModelConfig, Transformer
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import atomic_write
 from nanonorm.machine import keep_freed_memory
 from nanonorm.typed import Count, Whole
+from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
-from scripts.speed.turns import release_garbage, resident_peak, take_turns, tensor_peak, timed_turns
+from scripts.speed.turns import (
+    finish,
+    ratios,
+    read_flags,
+    release_garbage,
+    resident_peak,
+    take_turns,
+    tensor_peak,
+    timed_turns,
+)
 
 LITGPT = importlib.metadata.version("litgpt") if importlib.util.find_spec("litgpt") else None
 
@@ -71,19 +75,9 @@ class Peers:
     out: str | None = None  # .json file for the numbers
 
 
-def transformers_or_refuse():
-    """The module transformers, silenced. Raises: BadInput if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise BadInput("peers.py needs Hugging Face's Llama: pip install transformers") from None
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
 def as_llama(model: Transformer, attention: str = "sdpa"):
     """transformers' LlamaForCausalLM with the weights of a plain RMSNorm model, in eval mode."""
-    transformers, c = transformers_or_refuse(), model.config
+    transformers, c = needed_transformers(), model.config
     rope = {"rope_type": "default", "rope_theta": c.rope_base}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.hidden,
@@ -263,7 +257,7 @@ def decode_of_hf(llama, idx, new_tokens: int, how: str):
     if how:
         options |= {"cache_implementation": "static"}
     if "compiled" in how:  # by generate itself, which on a CPU wants to be told
-        options |= {"compile_config": transformers_or_refuse().CompileConfig(mode="default")}
+        options |= {"compile_config": needed_transformers().CompileConfig(mode="default")}
         options["compile_config"]._compile_all_devices = True
     return lambda: llama.generate(idx, **options)
 
@@ -365,16 +359,16 @@ def measure(k: Peers, width: int) -> list[dict]:
             times[name] += turns  # but the one to warm up
             memory[name].append(peaks)
     times = {name: np.array(t) for name, t in times.items()}
-    medians = {name: float(np.median(t)) for name, t in times.items()}
-    best = min((name for name in names if name.startswith("nanonorm")), key=medians.get)
+    best = min(
+        (name for name in names if name.startswith("nanonorm")), key=lambda name: np.median(times[name])
+    )
     units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
     rows = []
-    for name in names:
+    for name, (ms, middle, low, high) in ratios(times, to=best).items():
         resident, tensors = zip(*memory[name], strict=True)
-        low, middle, high = np.percentile(times[name] / times[best], (25, 50, 75)).tolist()
         of_each = np.median(times[name].reshape(k.processes, -1), 1).tolist()
         peak = None if None in resident else float(np.median(resident))
-        rows.append(dict(name=name, n_embd=width, ms=medians[name], tok_s=units / medians[name] * 1e3,
+        rows.append(dict(name=name, n_embd=width, ms=ms, tok_s=units / ms * 1e3,
                          ratio=middle, ratio_q1=low, ratio_q3=high, best=best, of_each_process=of_each,
                          peak_bytes=peak, tensor_bytes=tensors[0]))  # fmt: skip
     return rows
@@ -411,18 +405,16 @@ def refuse(k: Peers):
 
 
 def main():
-    k, _, words = parse(Peers, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
+    k = read_flags(Peers, __doc__)
     if k.n_embd is None:
         k.n_embd = (64, 256) if k.mode == "train" else (64, 512)
     refuse(k)
     keep_freed_memory()
-    transformers, machine = transformers_or_refuse(), hardware(torch.device("cpu"))
-    versions = f"transformers {transformers.__version__}, litgpt {LITGPT or 'not installed'}"
+    transformers, machine = needed_transformers(), hardware(torch.device("cpu"))
     shape = {"train": f"{k.batch_size} x {k.block_size} tokens", "prefill": f"batch 1, prompt of {k.seq}",
              "decode": "batch 1, prompt of 8"}[k.mode]  # fmt: skip
-    print(f"machine  {machine}; torch {torch.__version__}, {versions}")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "litgpt": LITGPT}
+    print(f"machine  {machine}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"measure  {k.mode}, {shape}, n_layer {k.n_layer}, n_head {k.n_head}, vocabulary {k.vocab_size}")
     print(f"         {k.processes} processes of each, {k.iters} rounds each, taking turns")
     figures = []
@@ -431,12 +423,7 @@ def main():
         rows = measure(k, width)
         print_table(k, width, rows)
         figures += rows
-    report = json.dumps(dict(settings=asdict(k), machine=machine, torch=torch.__version__, litgpt=LITGPT,
-                             transformers=transformers.__version__, rows=figures))  # fmt: skip
-    if k.out:
-        with atomic_write(k.out, "w") as f:
-            f.write(report + "\n")
-    print(f"\n{report}")
+    finish({"settings": asdict(k), "machine": machine, **versions, "rows": figures}, k.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Contestants that take turns, and what a step of one of them adds to memory.
+"""What the tables of speed share: contestants that take turns, ratios, and what a step adds to memory.
 
     said = take_turns({"a": (work, "a"), "b": (work, "b")}, rounds=20, seed=0)
 
@@ -8,8 +8,10 @@ falls on all. A ratio of two times of the same round is then worth having; a mil
 
 import ctypes
 import gc
+import json
 import multiprocessing
 import random
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 import numpy as np
 from torch.profiler import profile
 
+from nanonorm.cli import parse
 from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write
 
 TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches and sleeping threads
 
@@ -76,6 +80,32 @@ def timed_turns(step):
             step()
             times.append((time.perf_counter() - begin) * 1e3)
         yield float(np.median(times))
+
+
+def ratios(times: dict[str, np.ndarray], to: str) -> dict[str, tuple[float, float, float, float]]:
+    """{name: (its median, then median and quartiles of its times over those of `to`, round by round)}."""
+    found = {}
+    for name, t in times.items():
+        low, middle, high = np.percentile(t / times[to], (25, 50, 75)).tolist()
+        found[name] = (float(np.median(t)), middle, low, high)
+    return found
+
+
+def read_flags(cls, usage: str):
+    """The knobs of a command that takes flags alone. Raises: BadInput."""
+    k, _, words = parse(cls, sys.argv[1:], usage=usage)
+    if words:
+        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
+    return k
+
+
+def finish(report: dict, out: str | None = None):
+    """Print a report as the last line, JSON, and keep it in the file `out`."""
+    line = json.dumps(report)
+    if out:
+        with atomic_write(out, "w") as f:
+            f.write(line + "\n")
+    print(f"\n{line}")
 
 
 def resident_peak(step) -> int | None:

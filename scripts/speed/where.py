@@ -10,7 +10,6 @@ chunked loss counts as a product, and norms, RoPE, SwiGLU and residuals, which s
 """
 
 import importlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from model import NORMS
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, atomic_write
 from nanonorm.machine import keep_freed_memory, pick_dtype
@@ -31,7 +27,7 @@ from nanonorm.plots import COLOURS, GREY, pyplot
 from nanonorm.typed import Count
 from scripts.speed.parts import training_step
 from scripts.speed.peers import Peers, corpus, train_hf
-from scripts.speed.turns import take_turns
+from scripts.speed.turns import finish, read_flags, take_turns
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),
@@ -145,9 +141,7 @@ def draw(path: str, results: dict[int, dict]):
 
 
 def main():
-    k, _, words = parse(Where, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"{words[0]}: this command takes flags only, --key=value; --help lists them")
+    k = read_flags(Where, __doc__)
     if k.before and not (Path(k.before) / "model.py").exists():
         raise BadInput(f"--before={k.before} holds no model.py; name a checkout of this repository")
     if k.figure:
@@ -167,7 +161,7 @@ def main():
         print(f"| total | {' | '.join(f'{sum(r.values()):.0f}' for r in rows.values())} |")
     if k.figure:
         draw(k.figure, results)
-    print(f"\n{json.dumps(results)}")
+    finish(results)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the config classes' own unless `layers` says otherwise, so that the counts are t
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from nanonorm.errors import BadInput
+from scripts.exports import needed_transformers
 
 VOCAB, LENGTH, IMAGE = 61, 9, 32
 
@@ -161,18 +159,11 @@ def check_name(name: str):
         raise BadInput(f"no architecture {name!r}; there are {', '.join(NAMES)}")
 
 
-def import_transformers():
-    """transformers, kept from any network. Raises: BadInput if it is not installed."""
+def offline_transformers():
+    """The package, kept from any network. Raises: BadInput if it is not installed."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        import transformers
-    except ImportError:
-        remedy = "pip install transformers==5.23.0"
-        raise BadInput(f"transformers, which has these architectures, is not installed; {remedy}") from None
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
+    return needed_transformers()
 
 
 def inputs_of(reads: str, vocab=VOCAB, length=LENGTH, image=IMAGE, batch: int = 2, mels: int = 8) -> dict:
@@ -209,22 +200,18 @@ class Tokens(nn.Module):
         return self.head(self.encoder(self.table(ids) + self.position))
 
 
-def build(
-    name: str, layers: int | None = None, tied: bool | None = None, headless: bool = False, **settings
-) -> Example:
+def build(name: str, layers: int | None = None, tied: bool | None = None, **settings) -> Example:
     """Build a small network.
 
     Args: layers: its depth; tied: whether the input and output tables are one (None for either: as the config
-    class has it); headless: without its head; settings: other settings of the config.
-    Raises: BadInput for an architecture that is not in NAMES, or has no text model without a head.
+    class has it); settings: other settings of the config.
+    Raises: BadInput for an architecture that is not in NAMES.
     """
     check_name(name)
-    if headless and (name in PLAIN or ARCHITECTURES[name].reads != "text"):
-        raise BadInput(f"{name} is no text model that can be built without a head; try gpt2, bert or opt")
     if name in PLAIN:
         model = Tokens(name == "torch-prenorm", layers or 6, tied=tied is not False)
         return Example(model.eval(), (inputs_of("text")["input_ids"],))
-    transformers, architecture = import_transformers(), ARCHITECTURES[name]
+    transformers, architecture = offline_transformers(), ARCHITECTURES[name]
     depth = {key: layers for key in architecture.depth} if layers else {}
     parts = {key: part | depth for key, part in architecture.parts.items()}
     values = architecture.settings | (parts or depth) | settings
@@ -233,8 +220,7 @@ def build(
     if tied is not None:
         values["tie_word_embeddings"] = tied
     config = getattr(transformers, architecture.config)(**values)
-    kind = getattr(transformers, architecture.model)
-    model = transformers.AutoModel.from_config(config) if headless else kind(config)
+    model = getattr(transformers, architecture.model)(config)
     return Example(model.eval(), inputs_of(architecture.reads), architecture.outputs)
 
 
@@ -261,7 +247,7 @@ def usual(name: str, batch: int, length: int, layers: int | None = None) -> Exam
     BadInput if it is not in USUAL."""
     if name not in USUAL:
         raise BadInput(f"--bench knows {', '.join(USUAL)}, not {name!r}")
-    transformers, architecture = import_transformers(), ARCHITECTURES[name]
+    transformers, architecture = offline_transformers(), ARCHITECTURES[name]
     settings = {key: layers for key in architecture.depth} if layers else {}
     config = getattr(transformers, architecture.config)(**{"use_cache": False} | USUAL[name] | settings)
     if length > getattr(config, "max_position_embeddings", length):
@@ -273,7 +259,7 @@ def usual(name: str, batch: int, length: int, layers: int | None = None) -> Exam
 def load_checkpoint(folder: str) -> Example:
     """The pretrained model in a local folder, and random inputs of its kind. Raises: BadInput if it cannot be
     loaded."""
-    transformers = import_transformers()
+    transformers = offline_transformers()
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(
             f"{folder} holds no config.json; --checkpoint takes a folder that save_pretrained wrote"

@@ -1,0 +1,124 @@
+"""lm-evaluation-harness on a network of this project, or on an export.
+
+    python scripts/harness/run.py out/taper_30m                       # HellaSwag, MMLU, GPQA, from the hub
+    python scripts/harness/run.py out/taper_30m --local               # what needs no hub: harness/tasks
+    python scripts/harness/run.py DIR --local --text=book.txt         # bits a byte of a text of yours
+    python scripts/harness/run.py DIR --limit 100 --device cuda       # any other flag is lm_eval's
+
+A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
+Five examples of MMLU want a context of about 4,000 tokens: lm_eval cuts what is longer from the left, and how
+often it did is said. GPQA is gated: `hf auth login`, and accept its terms. HF_HUB_OFFLINE=1 takes the data
+from the cache. Needs the packages of requirements-export.txt.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT
+
+TASKS = Path(__file__).with_name("tasks")
+ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
+
+
+@dataclass
+class Harness:
+    """What is evaluated beside the model."""
+
+    local: bool = False  # the tasks that need no hub, on the CPU
+    text: str = str(ROOT / "LICENSE")  # file for the local bits a byte
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
+
+
+def read_command(argv: list[str]) -> tuple[Harness, str, list[str]]:
+    """(our knobs, the model, the flags of lm_eval). Raises: BadInput."""
+    own = {f.name for f in fields(Harness)} | {"help"}
+    mine = [word for word in argv if word.startswith("--") and word[2:].partition("=")[0] in own]
+    others = [word for word in argv if word not in mine]
+    k, _, _ = parse(Harness, ["--local=True" if word == "--local" else word for word in mine], usage=__doc__)
+    if not others or others[0].startswith("-"):
+        raise BadInput("name a run folder, a model file or an export folder, and then the flags of lm_eval")
+    return k, others[0], others[1:]
+
+
+def refuse(k: Harness):
+    """Raises: BadInput if lm_eval, or the data of its tasks, cannot be had."""
+    if find_spec("lm_eval") is None:
+        raise BadInput("lm_eval is missing: pip install -r requirements-export.txt")
+    if k.local or os.environ.get("HF_HUB_OFFLINE"):
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info("Rowan/hellaswag", timeout=20)
+    except Exception as e:  # whatever the network raises
+        said = f"the Hugging Face hub is out of reach ({type(e).__name__}), and the tasks' data with it"
+        raise BadInput(f"{said}; --local runs the local tasks") from None
+
+
+def put_model(path: str, folder: Path):
+    """An export folder linked as `folder`, anything else exported there. Exits with status 2 if convert.py
+    fails, which has then said why."""
+    with suppress(OSError):
+        if (
+            '"model_type"' in Path(path, "config.json").read_text()
+        ):  # a run folder has a config.json of its own
+            folder.symlink_to(Path(path).resolve())
+            return
+    source = Path(path).resolve() if Path(path).exists() else path  # else a hub id
+    command = [sys.executable, "-m", "scripts.convert", str(source), "--to=hf", f"--out={folder}"]
+    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(2)
+
+
+def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: Path) -> bool:
+    """Run lm_eval, and say how many inputs it has cut; whether it came to its end."""
+    print(f"== {task}, {examples} examples before the question", flush=True)
+    command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model_args]
+    command += ["--tasks", task, "--num_fewshot", str(examples), *flags]
+    with log.open("w") as f:
+        status = subprocess.run(command, stderr=f).returncode
+    said = log.read_text(errors="replace").splitlines() or [f"status {status}"]
+    if status:
+        print(f"lm_eval did not finish {task}: {said[-1]}", file=sys.stderr)
+    cut = sum("exceeds model's maximum length" in line for line in said)
+    print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
+    return status == 0
+
+
+def main() -> int:
+    k, path, flags = read_command(sys.argv[1:])
+    if not Path(k.text).is_file():
+        raise BadInput(f"text={k.text} is no file")
+    refuse(k)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        os.environ["HF_MODULES_CACHE"] = str(work / "modules")  # transformers keeps a model's code there
+        put_model(path, work / "model")
+        # links, since lm_eval takes some characters of a path for its own
+        (work / "text").symlink_to(Path(k.text).resolve())
+        (work / "tasks").symlink_to(TASKS)
+        model_args = f"pretrained={work}/model,trust_remote_code=True,dtype={k.dtype}"
+        tasks, examples = ON_THE_HUB, 5
+        if k.local:
+            for task in TASKS.glob("*.yaml"):
+                text = task.read_text().replace("HERE", f"{work}/tasks").replace("TEXT", f"{work}/text")
+                (work / task.name).write_text(text)
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            tasks, examples = ("local_choice,local_text",), 0
+            flags = ["--include_path", str(work), "--device", "cpu", "--batch_size", "4", *flags]
+        finished = [evaluate(task, examples, model_args, flags, work / "log") for task in tasks]
+    return 0 if all(finished) else 2
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.exit(main())

@@ -1,0 +1,71 @@
+"""The speed of a training run as train.py does it: a line with tok/s by phase, memory and the last loss.
+
+    python scripts/speed/whole_run.py baseline config/baseline_30m.py --dataset=stdlib --max_iters=100
+
+The first word names the line; the others are train.py's. The run is made in this process and in a folder that
+is removed, without evaluations or checkpoints; what it prints goes to stderr.
+"""
+
+import contextlib
+import runpy
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT
+from nanonorm.log import read_log
+from nanonorm.schedules import phase_at
+
+
+def timed(flags: list[str]):
+    """The log of a run, as read_log gives it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        run = Path(folder) / "run"
+        rest = [f"--out_dir={run}", "--eval_interval=1000000", "--ckpt_interval=1000000"]
+        sys.argv = [str(ROOT / "train.py"), *flags, *rest]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return read_log(run / "metrics.jsonl")
+
+
+def line_of(name: str, log) -> str:
+    settings, speeds, shares = log.header["settings"], {}, []
+    logged = [line for line in log.lines if "perf/tok_s" in line]
+    for line in logged:
+        tapers = settings["taper"] != "none"
+        phase = phase_at(line["iter"] - 1, SimpleNamespace(**settings)) if tapers else "norm"
+        speeds.setdefault(phase, []).append(line["perf/tok_s"])
+        shares.append(line.get("perf/mfu"))
+    # the first line of a phase may hold a compilation
+    of_phase = [f"{p} {statistics.median(s[1:] or s):,.0f}" for p, s in speeds.items()]
+    known = [share for share in shares[1:] if share is not None]
+    rate = f"{statistics.median(known):.1%} of the matrix rate" if known else "matrix rate not known"
+    peak = "no GPU"
+    if torch.cuda.is_available():
+        peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of tensors at most"
+    windows = [settings[name] for name in ("gradient_accumulation_steps", "batch_size", "block_size")]
+    versions = log.header["versions"]
+    said = [f"tok/s {', '.join(of_phase)}", rate, peak, f"last loss {logged[-1]['train/loss']:.4f}"]
+    said += [
+        f"a step is {' x '.join(map(str, windows))} tokens",
+        f"{versions['device']}, torch {versions['torch']}",
+    ]
+    return f"{name}: {'; '.join(said)}"
+
+
+def main():
+    name, *flags = sys.argv[1:] or [""]
+    if not flags or name.startswith("-"):
+        raise BadInput(
+            "name the line, then what train.py is given: whole_run.py NAME config/x.py --key=value"
+        )
+    print(line_of(name, timed(flags)))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

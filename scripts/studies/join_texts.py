@@ -1,0 +1,26 @@
+"""Several texts as one, with a line <|endoftext|> between them.
+
+python scripts/studies/join_texts.py OUT IN IN
+"""
+
+import sys
+from pathlib import Path
+
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import atomic_write
+
+
+def main():
+    if len(sys.argv) < 4:
+        raise BadInput("name the file to write, and two to read")
+    out, *texts = map(Path, sys.argv[1:])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as f:
+        for i, text in enumerate(texts):
+            f.write(b"\n<|endoftext|>\n" if i else b"")
+            f.write(text.read_bytes())
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

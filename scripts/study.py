@@ -1,0 +1,347 @@
+"""A study, from its corpora to its tables and figures, in one call that goes on after an interruption.
+
+    python scripts/study.py                                          # the studies, and what each one asks
+    python scripts/study.py gpu_speed --out=results/speed_h200
+    python scripts/study.py tinystories_small --stories=DIR --only=rate,gate
+    python scripts/study.py coupled_posthoc --try                    # a rehearsal at toy size, offline
+
+A study is a file in scripts/studies/. It names the steps, one after the other, and the values in them:
+
+    question       what the study asks; about: what it takes
+    [inputs]       what a user must name, with a remark: {stories} in a step, --stories=DIR in a command
+    [values]       defaults of more names: a text, a list (an axis), or a table of rows ({model.teacher});
+                   --name=value sets another, and with commas between them some of an axis
+    [try]          what --try sets instead
+
+and of each [[steps]] one of
+
+    sweep = "..."  the words of sweep.py                 train = "..."  those of train.py, a run by itself
+    run = "..."    a command of this checkout            copy = "..."   files to copy into the folder `to`
+
+with {names} in them, and beside it
+
+    name           for --only; a step without one is always done
+    for            names of axes: the step is done for each value, or for each pair of values
+    stdout         the file for what the command prints; lines of JSON are left out
+    makes          a file (or it is stdout): the step is done already if that exists, was made by the same
+                   words, and no step before it has been done again since
+    unless         a file: the step is done already if that exists, whoever made it
+    within         the folder in which the command runs, if not the checkout
+    when           "real": not with --try; "try": with it alone
+    failed         what to say if the command fails; optional = true: go on all the same
+
+Names that are always there: {out}, the folder for tables and figures, {runs} and {data}, and with --try
+{text}, a folder of this project's own text. A run that fails does not keep its sweep, or the next step, from
+going on; any other step that fails ends the study.
+"""
+
+import glob
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import ROOT, atomic_write, json_object
+from nanonorm.log import say
+from nanonorm.typed import Count
+from scripts import sweep
+
+STUDIES = Path(__file__).with_name("studies")
+KINDS = ("sweep", "train", "run", "copy")
+
+
+@dataclass
+class StudyKnobs:
+    """How a study is run."""
+
+    out: str | None = None  # folder for tables and figures; None: out/<the study's name>
+    only: tuple[str, ...] | None = None  # names of steps; None: all
+    jobs: Count = 2  # runs at a time
+    threads: Count = 1  # CPU threads a run
+    rehearse: bool = False  # what --try means: toy sizes, in a temporary folder
+    work: str | None = None  # with --try a folder that stays, to go on in
+
+
+class Row(str):
+    """A key of a table of rows, with the row's columns as attributes: {model} and {model.teacher}."""
+
+    def __new__(cls, key: str, columns: dict):
+        row = super().__new__(cls, key)
+        row.__dict__.update(columns)
+        return row
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a study's file
+
+
+def load(name: str) -> dict:
+    """A study by its name. Raises: BadInput."""
+    path = STUDIES / f"{name}.toml"
+    if not path.exists():
+        raise BadInput(f"no study {name}; there are {', '.join(names_of_studies())}")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as e:
+        raise BadInput(f"{path}: {e}") from None
+
+
+def names_of_studies() -> list[str]:
+    return sorted(path.stem for path in STUDIES.glob("*.toml"))
+
+
+def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) -> dict:
+    """Every {name} of a study's steps: a text, a Path (an input), or a list (an axis).
+    given: of the command line. Raises: BadInput for what is missing, or not known."""
+    values = study.get("values", {}) | (study.get("try", {}) if k.rehearse else {})
+    inputs, found = study.get("inputs", {}), dict(fixed)
+    for name in given:
+        if name not in values | inputs:
+            raise BadInput(f"--{name} is not of this study, which has {', '.join([*inputs, *values])}")
+    for name, remark in inputs.items():
+        text = given.get(name) or values.pop(name, "").format_map(fixed)
+        if not text:
+            raise BadInput(f"name --{name}=PATH: {remark}")
+        if not Path(text).exists():
+            raise BadInput(f"{name}={text} does not exist: {remark}")
+        found[name] = Path(text).resolve()
+    for name, value in values.items():
+        some = given.get(name)
+        if isinstance(value, str):
+            found[name] = (value if some is None else some).format_map(found)
+        elif isinstance(value, list):
+            found[name] = value if some is None else [item for item in some.split(",") if item]
+        else:
+            chosen = value if some is None else [item for item in some.split(",") if item]
+            if unknown := [key for key in chosen if key not in value]:
+                raise BadInput(f"--{name}={unknown[0]}: there are {', '.join(value)}")
+            rows = {key: {c: text.format_map(found) for c, text in value[key].items()} for key in chosen}
+            found[name] = [Row(key, columns) for key, columns in rows.items()]
+    return found
+
+
+@dataclass
+class Step:
+    """One step of a study, with its names filled in."""
+
+    kind: str  # of KINDS
+    words: list[str]
+    key: str  # what tells it from the others in the record
+    name: str | None = None
+    stdout: str | None = None
+    makes: str | None = None
+    unless: str | None = None
+    within: str = str(ROOT)
+    to: str = ""
+    failed: str = ""
+    optional: bool = False
+
+
+def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
+    """The steps to do, in their order. Raises: BadInput for a name in --only that no step has."""
+    found = []
+    for number, step in enumerate(study["steps"]):
+        step = dict(step)
+        if step.pop("when", None) == ("real" if k.rehearse else "try"):
+            continue
+        (kind,) = [kind for kind in KINDS if kind in step]
+        template = step.pop(kind)
+        axes = [name.strip() for name in step.pop("for", "").split(",") if name]
+        for point in itertools.product(*(values[axis] for axis in axes)):
+            names = values | dict(zip(axes, point, strict=True))
+            texts = {n: v.format_map(names) if isinstance(v, str) else v for n, v in step.items()}
+            found.append(
+                Step(kind, words_of(template, names), " ".join([str(number), kind, *point]), **texts)
+            )
+    named = list(dict.fromkeys(step.name for step in found if step.name))
+    if unknown := [name for name in k.only or () if name not in named]:
+        raise BadInput(f"no step {unknown[0]}; there are {', '.join(named)}")
+    return [step for step in found if not k.only or step.name in (None, *k.only)]
+
+
+def words_of(text: str, names: dict) -> list[str]:
+    """The words of a command. A word that is a {name} alone becomes as many as its value has, or none."""
+    words = []
+    for word in shlex.split(text):
+        filled = word.format_map(names)
+        alone = re.fullmatch(r"\{[\w.]+\}", word) and not isinstance(names.get(word[1:-1]), Path)
+        words += shlex.split(filled) if alone else [filled]
+    return words
+
+
+# ---------------------------------------------------------------------------------------------------------
+# doing the steps
+
+
+class Study:
+    """The steps of a study at work, and the record of what was done: {step's key: {"words", "said"}}."""
+
+    def __init__(self, steps: list[Step], k: StudyKnobs, record: Path):
+        self.steps, self.k, self.path = steps, k, record
+        self.record = json_object(record.read_bytes()) if record.exists() else {}
+        self.unfinished = 0
+
+    def work(self) -> int:
+        """Do what is left. Returns the exit status: 1 if a run is not finished. Raises: BadInput."""
+        for step in self.steps:
+            if self.is_done(step):
+                say(f"done before: {shlex.join(step.words)[:90]}")
+            else:
+                getattr(self, step.kind)(step)
+        return 1 if self.unfinished else 0
+
+    def is_done(self, step: Step) -> bool:
+        if step.unless and Path(step.unless).exists():
+            return True
+        made = step.makes or step.stdout
+        same = self.record.get(step.key, {}).get("words") == step.words
+        return made is not None and same and Path(made).exists()
+
+    def sweep(self, step: Step):
+        flags = [f"--jobs={self.k.jobs}", f"--threads={self.k.threads}"]
+        s, files, axes = sweep.read_command([*step.words, *flags])
+        runs = sweep.grid(s, files, axes)
+        if any(sweep.look(run)[0] != "finished" for run in runs):
+            self.forget_what_follows(step)
+        self.unfinished += len(sweep.run_grid(s, files, axes, runs))
+
+    def train(self, step: Step):
+        run = sweep.one_run(step.words)
+        if sweep.look(run)[0] == "finished":
+            return
+        self.forget_what_follows(step)
+        sweep.prepare_corpora([run])
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        if sweep.Crew([run], 1, self.k.threads).work():
+            raise BadInput(f"{run.folder}, which the next steps need, is not finished; the reason is above")
+
+    def run(self, step: Step):
+        """A command of this checkout, as a process of its own."""
+        self.forget_what_follows(step)
+        for path in filter(None, (step.makes, step.stdout)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        script, *words = itertools.chain(*(matches(word) for word in step.words))
+        say(shlex.join(["python", *step.words]))
+        done = subprocess.run(
+            [sys.executable, str(ROOT / script), *words],
+            cwd=step.within, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+            stdout=subprocess.PIPE if step.stdout else None,
+        )  # fmt: skip
+        said = done.stdout or ""
+        if done.returncode and not step.optional:
+            raise BadInput(step.failed or f"a step failed, its reason is above: {shlex.join(step.words)}")
+        if done.returncode:
+            said += "not all of it was done\n"
+        print(said, end="", flush=True)
+        text = "".join(line for line in said.splitlines(True) if not line.startswith("{"))
+        self.record[step.key] = {"words": step.words, "said": text}
+        self.write_record()
+        if step.stdout:  # steps that share the file follow each other in it
+            keys = [s.key for s in self.steps if s.stdout == step.stdout and s.key in self.record]
+            with atomic_write(step.stdout, "w") as f:
+                f.write("".join(self.record[key]["said"] for key in keys))
+
+    def copy(self, step: Step):
+        Path(step.to).mkdir(parents=True, exist_ok=True)
+        for path in step.words:
+            shutil.copy(path, step.to)
+
+    def forget_what_follows(self, step: Step):
+        """Later steps may be made of what this one makes: they are done again."""
+        at = self.steps.index(step)
+        for later in self.steps[at + 1 :]:
+            if later.stdout is None or later.stdout != step.stdout:
+                self.record.pop(later.key, None)
+        self.write_record()
+
+    def write_record(self):
+        with atomic_write(self.path, "w") as f:
+            f.write(json.dumps(self.record, indent=1) + "\n")
+
+
+def matches(word: str) -> list[str]:
+    """The paths that a word with a star in it stands for; any other word is itself."""
+    return sorted(glob.glob(word)) if "*" in word else [word]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the command
+
+
+def read_command(argv: list[str]) -> tuple[StudyKnobs, list[str], dict[str, str]]:
+    """(knobs, the study's name if one is given, values of the study's own names). Raises: BadInput."""
+    own = {f.name for f in fields(StudyKnobs)} | {"help"}
+    mine, names, given = [], [], {}
+    for word in argv:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if word == "--try":
+            mine.append("--rehearse=True")
+        elif word == "-h" or (word.startswith("--") and name in own):
+            mine.append(word)
+        elif not word.startswith("-"):
+            names.append(word)
+        elif equals:
+            given[name] = text
+        else:
+            raise BadInput(f"{word}: flags are written --key=value")
+    k, _, _ = parse(StudyKnobs, mine, usage=__doc__)
+    if len(names) > 1:
+        raise BadInput(f"one study at a time, not {' and '.join(names)}")
+    if k.work and not k.rehearse:
+        raise BadInput("--work goes with --try")
+    return k, names, given
+
+
+def print_studies():
+    for name in names_of_studies():
+        study = load(name)
+        print(f"{name}\n    {study['question']}\n    {study['about']}")
+
+
+def toy_text(folder: Path):
+    """Text of this project to rehearse on, as a folder of stories is laid out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train = "".join(path.read_text() for path in sorted((ROOT / "nanonorm").glob("*.py")))
+    texts = {"train.txt": train, "valid.txt": (ROOT / "model.py").read_text()}
+    texts["other.txt"] = (ROOT / "README.md").read_text()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
+def main() -> int:
+    k, names, given = read_command(sys.argv[1:])
+    if not names:
+        print_studies()
+        return 0
+    study, fixed = load(names[0]), {"runs": "out", "data": str(ROOT / "data")}
+    with ExitStack() as stack:
+        if k.rehearse:
+            temporary = k.work or stack.enter_context(tempfile.TemporaryDirectory())
+            work = Path(temporary).resolve()
+            toy_text(work / "text")
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            fixed = {name: str(work / name) for name in ("runs", "data", "text")}
+        fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
+        values = values_of(study, k, given, fixed)
+        os.chdir(ROOT)
+        Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
+        Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
+        sweep.exit_on_signals()
+        record = Path(fixed["runs"], f"{names[0]}.study.json")
+        return Study(steps_of(study, values, k), k, record).work()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.exit(main())

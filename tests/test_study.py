@@ -1,0 +1,307 @@
+"""A study is data: each can be planned and rehearsed, and goes on where it was interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from nanonorm.cli import parse
+from nanonorm.errors import one_line_errors
+from nanonorm.files import ROOT
+from scripts import study, sweep
+
+NAMES = study.names_of_studies()
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs study.py in this process: exit status; toy: a study of one's own, by that name."""
+    monkeypatch.chdir(ROOT)
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*argv, toy: str | None = None) -> int:
+        if toy is not None:
+            (tmp_path / "toy.toml").write_text('question = "?"\nabout = "!"\n' + toy)
+            monkeypatch.setattr(study, "STUDIES", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["study.py", *map(str, argv)])
+        try:
+            with one_line_errors():
+                return study.main()
+        except SystemExit as e:
+            return e.code
+
+    yield run
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+
+
+def planned(name: str, *argv: str) -> list[study.Step]:
+    """The steps of a study at its real size, with any files for its inputs."""
+    text = study.load(name)
+    given = {key: str(ROOT / ("LICENSE" if key == "wikitext" else "data")) for key in text.get("inputs", {})}
+    k, _, more = study.read_command([name, *argv])
+    fixed = {"runs": "out", "data": str(ROOT / "data"), "out": "out/report"}
+    return study.steps_of(text, study.values_of(text, k, given | more, fixed), k)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_is_a_command_that_is_there(name):
+    """Every config file and every knob of a run, and every script, at the size that is meant."""
+    for step in planned(name):
+        if step.kind == "run":
+            assert (ROOT / step.words[0]).is_file() and "{" not in " ".join(step.words), step
+            assert step.makes or step.stdout or step.unless, step
+        elif step.kind in ("train", "sweep"):
+            k, files, axes = sweep.read_command(step.words)
+            flags = [f"--{name}={value}" for name, values in axes.items() for value in values]
+            parse(Config, files + flags, files=True)
+            assert files and all((ROOT / file.partition(":")[0]).is_file() for file in files)
+            assert (step.kind == "sweep") == ("out_dir" not in axes) == (k.out != "out/sweep")
+
+
+def test_nothing_is_trained_before_the_published_losses_are_found():
+    steps = planned("gpu_gpt2")
+    first = next(i for i, step in enumerate(steps) if step.kind == "train")
+    (check,) = [step for step in steps[:first] if step.words[0] == "scripts/evaluate.py"]
+    assert "--within=0.005" in check.words and "nothing was trained" in check.failed
+
+
+SMALL = {
+    "rate": 60 + 12, "rate_long": 24, "controls": 16, "gate": 36 + 20, "gate_long": 30, "curve": 12 + 12,
+    "start": 18 + 12 + 6 + 3 + 4, "start_fresh": 24 + 12, "unit": 3 + 3 + 2 + 3 + 6,
+    "recipe": 48, "recipe_long": 32, "width": 9 + 4 + 4 + 2,
+    "variants": 36 + 6 + 3 + 3 + 24, "dyt": 8 + 24 + 8 + 6,
+}  # fmt: skip
+
+
+def test_every_grid_of_the_small_config_can_be_planned():
+    folders = set()
+    steps = planned("tinystories_small", "--flags=--compile=True --dtype=bfloat16")
+    assert {step.name for step in steps} == {None, *SMALL}
+    for part, runs_there in SMALL.items():
+        runs = []
+        for step in steps:
+            if (step.kind, step.name) == ("sweep", part):
+                k, files, axes = sweep.read_command(step.words)
+                assert axes["dtype"] == ["bfloat16"] and k.out not in folders, step
+                folders.add(k.out)
+                runs += sweep.grid(k, files, axes)
+        assert len(runs) == runs_there, part
+        for run in runs:
+            tapers = run.settings["taper"] != "none"
+            assert tapers == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
+
+
+def test_what_a_study_asks_is_listed(command, capsys):
+    assert command() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[::3] == NAMES and all(line.startswith("    ") for line in said[1::3])
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["gates"], "no study gates; there are coupled_posthoc,"),
+        (["tinystories_small"], "name --stories=PATH: a folder of train.txt"),
+        (["tinystories_small", "--stories=nowhere"], "stories=nowhere does not exist"),
+        (["tinystories_small", "--stories=data", "--only=gates"], "no step gates; there are rate, rate_long"),
+        (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
+        (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
+        (["gpu_gpt2", "gpu_speed"], "one study at a time"),
+        (["gpu_gpt2", "--work=x"], "--work goes with --try"),
+        (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
+    ],
+)
+def test_bad_input_is_one_line(argv, said, command, capsys):
+    assert command(*argv) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# going on
+
+JOIN = "scripts/studies/join_texts.py"
+CHAIN = f"""
+[values]
+more = ""
+[[steps]]
+unless = "{{work}}/a"
+run = "{JOIN} {{work}}/a {{work}}/x {{work}}/y"
+[[steps]]
+name = "second"
+makes = "{{out}}/b"
+run = "{JOIN} {{out}}/b {{work}}/a {{work}}/x {{more}}"
+[[steps]]
+name = "third"
+makes = "{{out}}/c"
+run = "{JOIN} {{out}}/c {{out}}/b {{work}}/y"
+"""
+
+
+@pytest.fixture
+def chain(command, tmp_path, capsys):
+    """Runs a study of three steps, each made of the one before: the files that this call has made."""
+    for name in "xy":
+        (tmp_path / name).write_text(name)
+
+    def run(*argv) -> set[str]:
+        paths = [tmp_path / "a", tmp_path / "out/b", tmp_path / "out/c"]
+        before = {path: path.stat().st_ino for path in paths if path.exists()}
+        work = f"--work={tmp_path}/work"
+        toy = CHAIN.replace("{work}", str(tmp_path))
+        assert command("toy", "--try", work, f"--out={tmp_path}/out", *argv, toy=toy) == 0
+        now = {path: path.stat().st_ino for path in paths if path.exists()}
+        return {path.name for path in now if now[path] != before.get(path)}
+
+    return run
+
+
+def test_a_step_that_was_done_is_not_done_again(chain, tmp_path):
+    assert chain() == {"a", "b", "c"} and chain() == set()
+    mark = "\n<|endoftext|>\n"
+    assert (tmp_path / "out/c").read_text() == mark.join("xyxy")
+
+
+def test_what_is_made_of_a_step_is_made_again_with_it(chain, tmp_path):
+    chain()
+    (tmp_path / "out/b").unlink()
+    assert chain() == {"b", "c"}
+    assert chain(f"--more={tmp_path}/y") == {"b", "c"}  # by other words
+    (tmp_path / "out/c").unlink()
+    assert chain(f"--more={tmp_path}/y") == {"c"}
+    (tmp_path / "a").unlink()
+    assert chain(f"--more={tmp_path}/y") == {"a", "b", "c"}
+
+
+def test_only_some_steps(chain, tmp_path):
+    assert chain("--only=second") == {"a", "b"}
+    assert chain("--only=third") == {"c"} and chain() == set()
+
+
+def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(command, tmp_path, capsys):
+    toy = f"""
+[values]
+word = ["no", "such", "run"]
+[[steps]]
+for = "word"
+optional = true
+stdout = "{{out}}/said.txt"
+run = "scripts/studies/validation.py {tmp_path}/{{word}}"
+"""
+    for word in ("no", "run"):
+        (tmp_path / word).mkdir()
+        line = {"iter": 2, "val/loss": 1.5, "val/kl": 0.25}
+        header = {"settings": {}, "versions": {}}
+        (tmp_path / word / "metrics.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(line)}\n")
+    argv = ("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}")
+    for some in ("--word=run", "--word=no,such,run"):
+        assert command(*argv, some, toy=toy) == 0
+    said = (tmp_path / "said.txt").read_text().splitlines()
+    loss = "step 2: val/loss 1.5000, KL to the teacher 0.25000"
+    assert said == [f"no, {loss}", "not all of it was done", f"run, {loss}"]
+
+
+def test_a_step_that_fails_ends_the_study_with_its_reason(command, tmp_path, capfd):
+    toy = f"""
+[[steps]]
+unless = "{tmp_path}/a"
+failed = "nothing is joined, so nothing was trained"
+run = "{JOIN} {tmp_path}/a"
+[[steps]]
+makes = "{tmp_path}/b"
+run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
+"""
+    assert command("toy", "--try", toy=toy) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert "join_texts.py: name the file" in error[-2] and error[-1].endswith("so nothing was trained")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(("bad", "ends"), [(0, 0), (2, 1)])
+def test_a_run_that_fails_does_not_keep_the_next_step_from_its_work(
+    bad, ends, command, tmp_path, monkeypatch
+):
+    toy = f"""
+[[steps]]
+sweep = "config/tinystories_small.py --out={tmp_path}/runs --seed=1,2,3 --n_embd=16 --n_head=2"
+[[steps]]
+makes = "{tmp_path}/b"
+run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
+"""
+    monkeypatch.setattr(sweep, "run_grid", lambda k, files, axes, runs: runs[:bad])
+    assert command("toy", "--try", toy=toy) == ends and (tmp_path / "b").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rehearsals: the whole of each study, at toy size
+
+WRITTEN = {
+    "coupled_posthoc": {"report.md", "curves.csv", "rms.png", "distilled.png"},
+    "gpt2_small": {"evaluation.json", "calibration.json", "report.md"},
+    "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining.txt"},
+    "gpu_gpt2": {"check.json", "s.json"},
+    "gpu_gpt2_shape": {"shape.txt"},
+    "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
+    "gpu_sweep": {"report.md"},
+    "tinystories_small": {"recipe", "start_fresh"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_is_rehearsed_offline_on_a_cpu(name, tmp_path):
+    for package in ("peft", "matplotlib", "pandas", "transformers"):
+        pytest.importorskip(package)
+    argv = [
+        sys.executable,
+        "scripts/study.py",
+        name,
+        "--try",
+        f"--work={tmp_path}",
+        f"--out={tmp_path}/report",
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    first = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    out = tmp_path / "report"
+    assert {path.name for path in out.iterdir()} >= WRITTEN[name]
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    tables = {path: path.read_text() for path in out.rglob("*.md")}
+    again = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    assert tables == {path: path.read_text() for path in out.rglob("*.md")}
+    check(name, out)
+
+
+def check(name: str, out: Path):
+    """What stands in the report of a rehearsal."""
+    if name == "gpu_gpt2":
+        rows = json.loads((out / "s.json").read_text())["rows"]
+        assert len(rows) == 5 * 3  # the network before and four protocols, on three texts
+    if name == "gpu_gpt2_shape":
+        lines = (out / "shape.txt").read_text().splitlines()
+        assert [line.split(":")[0] for line in lines] == ["vanilla", "fakeln", "internal", "all"]
+        assert all("tok/s norm" in line for line in lines) and "scale" in lines[-1]
+    if name == "gpt2_small":
+        report = (out / "report.md").read_text()
+        assert all(f"## Loss on {text}" in report for text in ("stories", "books", "wikitext"))
+        assert "internal less fakeln" in report and "| norm_final |" in report
+    if name == "gpu_couple":
+        toy = {path.name for path in (out / "toy").iterdir()}
+        assert toy == {"couple.md", "rms.png", "distilled.txt"}
+        lines = (out / "pretraining.txt").read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["gpt2_124m_rmsnorm_1", "gpt2_124m_coupled_1"]
+    if name == "coupled_posthoc":
+        said = (out / "report.md").read_text()
+        rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
+        assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
+    if name in ("gpu_speed", "gpu_sweep"):
+        assert "tok/s" in (out / WRITTEN[name].copy().pop()).read_text()
