@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer  # not found? pip install -e .
 from forms import export_files, from_file, proved, types_of
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse

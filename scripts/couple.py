@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from begin import begun_from
+from begin import begun_from  # not found? pip install -e .
 from config import Config
 from data import corpus_folder, open_corpus, refuse_other_tokens
 from data.sampling import windows

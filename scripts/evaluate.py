@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import HeldOut, open_held_out, refuse_other_tokens
+from data import HeldOut, open_held_out, refuse_other_tokens  # not found? pip install -e .
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors

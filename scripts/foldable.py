@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from nanonorm.cli import parse
+from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.foldable import apply_report, find, fold, prove, rms_in_place_of
 from nanonorm.foldable.search import FoldReport, count_of

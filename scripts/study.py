@@ -50,7 +50,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nanonorm.cli import parse
+from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, atomic_write, json_object
 from nanonorm.log import say

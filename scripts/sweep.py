@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from config import Config, free_on_resume
+from config import Config, free_on_resume  # not found? pip install -e .
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanonorm.cli import parse
+from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT
 from scripts.convert import FORMS_FOR

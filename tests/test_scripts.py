@@ -1,6 +1,7 @@
 """The scripts run, on sizes that take no time."""
 
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -208,3 +209,15 @@ def test_where_draws_a_bar_for_each_checkout(tmp_path):
     (rows,) = json.loads(run.stdout.splitlines()[-1]).values()
     assert rows.keys() == {"before", "now"} and all(r["matrix products"] > 0 for r in rows.values())
     assert (tmp_path / "where.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["scripts/sweep.py", "scripts/study.py", "scripts/speed/whole_run.py"])
+def test_without_the_install_a_command_shows_what_to_do(command):
+    """The traceback shows the line that did not find the project, with its remark."""
+    hidden = "import sys, runpy; sys.path[:] = [p for p in sys.path if p not in ('', sys.argv[1])]; "
+    hidden += "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]; "
+    hidden += "runpy.run_path(sys.argv[2], run_name='__main__')"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    argv = [sys.executable, "-c", hidden, str(ROOT), str(ROOT / command)]
+    run = subprocess.run(argv, env=env, cwd=ROOT.parent, capture_output=True, text=True)
+    assert run.returncode and "pip install -e ." in run.stderr, run.stderr

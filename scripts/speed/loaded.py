@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from begin import begun_from
+from begin import begun_from  # not found? pip install -e .
 from bench import hardware
 from forms import FOLD_TOLERANCE, fold, from_file
 from model import Transformer

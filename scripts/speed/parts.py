@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from config import Config
+from config import Config  # not found? pip install -e .
 from data.sampling import train_batch
 from model import ModelConfig, Transformer
 from nanonorm.errors import one_line_errors

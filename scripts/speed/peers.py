@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench import hardware
+from bench import hardware  # not found? pip install -e .
 from forms import FOLD_TOLERANCE
 from model import ModelConfig, Transformer
 from nanonorm.errors import BadInput, one_line_errors

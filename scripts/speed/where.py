@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import profile
 
-from model import NORMS
+from model import NORMS  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, atomic_write
 from nanonorm.machine import keep_freed_memory, pick_dtype

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
 from nanonorm.files import ROOT
 from nanonorm.log import read_log
 from nanonorm.schedules import phase_at

@@ -6,7 +6,7 @@ python scripts/studies/join_texts.py OUT IN IN
 import sys
 from pathlib import Path
 
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
 from nanonorm.files import atomic_write
 
 

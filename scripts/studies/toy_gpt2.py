@@ -5,7 +5,7 @@ python scripts/studies/toy_gpt2.py FOLDER
 
 import sys
 
-from data.tokenizer import END
+from data.tokenizer import END  # not found? pip install -e .
 from nanonorm.errors import one_line_errors
 from nanonorm.files import ROOT
 

@@ -6,7 +6,7 @@ python scripts/studies/validation.py out/distill_qwen_0_6b
 import sys
 from pathlib import Path
 
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
 from nanonorm.log import read_log
 
 
