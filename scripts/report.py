@@ -11,11 +11,8 @@ scripts/studies/, and all share its statistics, tables and figures. Needs matplo
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
 from scripts.studies import couple, gaps, gpt2, papers, picture
 
 REPORTS = {"papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "picture": picture}

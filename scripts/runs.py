@@ -3,12 +3,9 @@ a run's folder holds."""
 
 import json
 import os
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config, added_later, free_on_resume
 from data import corpus_folder
