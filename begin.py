@@ -15,7 +15,7 @@ from config import begun_as
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
 from forms import config_of, from_file, skeleton, unfuse
-from model import ROTARY_ANGLES, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
@@ -23,6 +23,7 @@ from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.knobs import off
 from nanonorm.machine import versions
+from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
 

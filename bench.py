@@ -28,12 +28,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from forms import FOLD_TOLERANCE, FORMS, from_file, load_model
-from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend
+from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
+from model import NORMS, KVCache, ModelConfig, ModelKnobs, Transformer, attend
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.generation import KVCache
 from nanonorm.knobs import Needs, facts, is_read, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
@@ -53,7 +52,7 @@ VARIANTS = {
     "all_folded": ("plain", "all", "folded"),
     **{norm: (norm, "none", "trained") for norm in NORMS},
     **{f"{n}_weightless": (n, "none", "weightless") for n, v in NORMS.items() if v.tapers or v.centred},
-    **{f"{n}_folded": (n, "none", "folded") for n, v in NORMS.items() if v.changes},
+    **{f"{n}_folded": (n, "none", "folded") for n, v in NORMS.items() if changed_by_fold(v)},
 }
 FLOOR = "floor"
 RUNTIMES = ("eager", "compiled", "graph", "onnx")  # onnx: prefill on the CPU, under onnxruntime

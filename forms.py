@@ -16,12 +16,14 @@ import torch.nn as nn
 from model import (
     NORMS,
     Attention,
+    Block,
     CentredEmbedding,
     CentredLinear,
     ModelConfig,
     Scale,
     Taper,
     Transformer,
+    Variant,
     rope_tables,
 )
 from nanonorm.errors import ModelError
@@ -196,6 +198,11 @@ def unfuse(model: Transformer) -> Transformer:
     return transformed(model, "unfused")
 
 
+def changed_by_fold(variant: Variant) -> bool:
+    """Whether a fold changes a network without a taper."""
+    return variant.centred or variant.block is not Block
+
+
 def export_files(config: ModelConfig) -> dict[str, str]:
     """{file name: form} that a finished run writes: two where folding changes the network, else one. What a
     run began with as a folded or weightless network stays one."""
@@ -203,7 +210,7 @@ def export_files(config: ModelConfig) -> dict[str, str]:
         return {"folded.pt": "folded"}
     if config.form == "weightless":
         return {"model.pt": "weightless"}
-    changes = config.taper != "none" or NORMS[config.norm].changes
+    changes = config.taper != "none" or changed_by_fold(NORMS[config.norm])
     return {"unfused.pt": "unfused", "folded.pt": "folded"} if changes else {"model.pt": "unfused"}
 
 

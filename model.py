@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from nanonorm import kernels
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
-from nanonorm.generation import KVCache, generate
+from nanonorm.generation import generate
 from nanonorm.kernels import fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
@@ -61,24 +61,20 @@ class ModelKnobs:
     n_embd: Count = 512  # width of the residual stream
     head_dim: Annotated[Count | None, V2] = None  # width of a head; None: n_embd/n_head
     mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], V2] = "swiglu"  # gelu: tanh form; _erf: exact
-    # width of the MLP; None: 8/3 n_embd, up to a multiple of 8; gelu: 4 n_embd
-    hidden: Annotated[Count | None, V2] = None
+    hidden: Annotated[Count | None, V2] = None  # width of the MLP; None: 8/3 n_embd, to 8s; gelu: 4 n_embd
     tie_embeddings: bool = True  # the output head shares the embedding table
     positions: Annotated[Literal["rope", "learned"], V2] = "rope"  # rotary angles, or an added table
     rope_base: Positive = 10000.0  # base of the rotary angles
-    # Llama 3's: factor, low, high frequency factor, original length
-    rope_scaling: Annotated[Numbers | None, V2] = None
+    rope_scaling: Annotated[Numbers | None, V2] = None  # Llama 3's: factor, low, high factor, old length
     bias: Annotated[bool, V2] = False  # every linear layer of the blocks has a bias
     qkv_bias: Annotated[bool, V2] = False  # the query, key and value projection alone has one
     qk_norm: Annotated[bool, V2] = False  # RMSNorm of every query and key head, before the rotation
-    # of embeddings, attention, and what a block adds
-    dropout: Annotated[float, Range(0.0, 0.999), FREE, V2] = 0.0
+    dropout: Annotated[float, Range(0.0, 0.999), FREE, V2] = 0.0  # of embeddings, attention, blocks' sums
     # the embeddings' learned factor starts here
     emb_scale: Annotated[Annotated[float, Range(1e-6, 1e6)] | None, V2] = None
     # first weights
     init: Annotated[Literal["gpt2", "fan_in"], V2] = "gpt2"  # sd of blocks' matrices: 0.02, 1/sqrt(in)
-    # alpha before attentions, MLPs, the head; None: 0.5 each
-    dyt_alpha: Annotated[Numbers | None, SQUASH, V2] = None
+    dyt_alpha: Annotated[Numbers | None, SQUASH, V2] = None  # before attentions, MLPs, head; None: 0.5 each
     # norms
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
@@ -92,12 +88,9 @@ class ModelKnobs:
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
-    # mu of the calibration and scale-target averages
-    ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01
-    # leave position 0 of every window out of the calibration
-    calib_skip_first: Annotated[bool, TAPER, FREE] = False
-    # let the gradient through the statistic that CoupledNorm's MLP reuses
-    coupled_grad: Annotated[bool, COUPLED, FREE] = False
+    ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01  # mu, of c's and s_tgt's averages
+    calib_skip_first: Annotated[bool, TAPER, FREE] = False  # position 0 is left out of the calibration
+    coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
 
 
@@ -110,10 +103,7 @@ class ModelConfig(ModelKnobs):
     form: Literal["trained", "unfused", "folded", "weightless"] = "trained"
 
     def __post_init__(self):
-        try:
-            check_types(self)
-        except ValueError as e:
-            raise ModelError(str(e)) from None
+        check_types(self, ModelError)
         if self.n_embd % self.n_head and self.head_dim is None:
             multiple = f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
             raise ModelError(f"{multiple}, or head_dim be given")
@@ -146,10 +136,7 @@ class ModelConfig(ModelKnobs):
             raise ModelError("coupled_from_layer must be below n_layer; RMSNorm everywhere is norm=rmsnorm")
         if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
-        try:
-            check_needs(self)
-        except ValueError as e:
-            raise ModelError(str(e)) from None
+        check_needs(self, ModelError)
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
@@ -466,8 +453,6 @@ def statistic(c: ModelConfig) -> Norm:
 # ---------------------------------------------------------------------------------------------------------
 # rotary position embeddings (Su et al., arXiv 2104.09864), with Llama 3's scaling
 
-ROTARY_ANGLES = "1/base**(2i/C)"  # before: base**(-2i/C), one rounding away
-
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
     """float32 rotary tables (2, block_size, 1, C): [0] cos, [1] sin with the half-split rotation's sign.
@@ -698,11 +683,6 @@ class Variant(NamedTuple):
     block: type[Block] = Block
     centred: bool = False  # the layers that write the stream write it with mean 0
 
-    @property
-    def changes(self) -> bool:
-        """Whether a fold changes the network that has it, without a taper."""
-        return self.centred or self.block is not Block
-
 
 NORMS = {
     "rmsnorm": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), tapers=True),
@@ -767,6 +747,26 @@ def behind_padding(pad, rows, columns):
     return (rows[:, 0] - pad[:, None]).clamp_min(0), seen.unsqueeze(1)
 
 
+class KVCache:
+    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer, in
+    the type that attention reads; `pos` (0-dim) counts the tokens. One tensor for all layers would be copied
+    in each of them by the compiler, which cannot write into a slice."""
+
+    def __init__(self, model, batch: int, length: int):
+        c, w = model.config, model.tok_emb.weight
+        shape, device = (batch, c.n_kv_head, length, c.head_dim), w.device
+        dtype = torch.get_autocast_dtype(device.type) if autocasts(w) else w.dtype
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
+        self.v = [torch.zeros_like(k) for k in self.k]
+        self.pos = torch.zeros((), dtype=torch.long, device=device)
+        self.columns = torch.arange(length, device=device)
+
+    def update(self, layer: int, k, v, rows):
+        """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C)."""
+        to_k, to_v = self.k[layer], self.v[layer]
+        return to_k.index_copy_(2, rows, k.to(to_k.dtype)), to_v.index_copy_(2, rows, v.to(to_v.dtype))
+
+
 class Losses(NamedTuple):
     """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached."""
 
@@ -782,7 +782,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.form != "trained":
-            made = "is made by fold() or unfuse(), or read by Transformer.load()"
+            made = "is made by forms.fold() or unfuse(), or read by forms.load_model()"
             raise ModelError(f"form={config.form} {made}")
         c = self.config = config
         self.meta: dict = {}  # what the file it was loaded from says beside the weights
@@ -941,6 +941,9 @@ class Transformer(nn.Module):
     # --- text, a file
 
     generate = generate
+
+    def new_cache(self, batch: int, length: int) -> KVCache:
+        return KVCache(self, batch, length)
 
     def to_file(self, meta: dict) -> dict:
         """What a model file holds; torch.save it."""

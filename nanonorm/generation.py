@@ -1,6 +1,6 @@
-"""Text from a model: the cache of keys and values, the loop over new tokens, and the draw of each.
+"""Text from a model: the loop over new tokens, and the draw of each.
 
-`model` is a model.Transformer. Shapes: B batch, T time, K key/value heads, C = head_dim, V vocabulary.
+`model` is a model.Transformer. Shapes: B batch, T time, V vocabulary.
 """
 
 import math
@@ -9,27 +9,6 @@ import torch
 
 from nanonorm.errors import ModelError
 from nanonorm.kernels import upcast
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer, in
-    the type that attention reads; `pos` (0-dim) counts the tokens. One tensor for all layers would be copied
-    in each of them by the compiler, which cannot write into a slice."""
-
-    def __init__(self, model, batch: int, length: int):
-        c, w = model.config, model.tok_emb.weight
-        shape, device = (batch, c.n_kv_head, length, c.head_dim), w.device
-        autocasts = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocasts else w.dtype
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
-        self.v = [torch.zeros_like(k) for k in self.k]
-        self.pos = torch.zeros((), dtype=torch.long, device=device)
-        self.columns = torch.arange(length, device=device)
-
-    def update(self, layer: int, k, v, rows):
-        """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C)."""
-        to_k, to_v = self.k[layer], self.v[layer]
-        return to_k.index_copy_(2, rows, k.to(to_k.dtype)), to_v.index_copy_(2, rows, v.to(to_v.dtype))
 
 
 @torch.inference_mode()
@@ -74,7 +53,7 @@ def generate(
             if fresh and use_cache:
                 length = end - first + max_new_tokens
                 length = 128 * math.ceil(length / 128) if compile else length
-                cache = KVCache(model, len(idx), min(size, length))
+                cache = model.new_cache(len(idx), min(size, length))
             whole = fresh or not use_cache
             unseen, network = (idx[:, first:], model) if whole else (idx[:, -1:], decode)
             logits = network(unseen, cache=cache, last_only=True, pad=pad)

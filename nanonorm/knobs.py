@@ -77,20 +77,20 @@ def is_read(knob: str, settings) -> bool:
     return not needs or any(need.met(settings) for need in needs)
 
 
-def check_types(settings):
-    """Bring every knob to its type, in place. Raises: ValueError, naming the knob and what it allows."""
+def check_types(settings, error: type[Exception]):
+    """Bring every knob to its type, in place. Raises: `error`, naming the knob and what it allows."""
     for f in fields(settings):
         kind, value = hints(type(settings))[f.name], getattr(settings, f.name)
         try:
             setattr(settings, f.name, check(kind, value))
         except ValueError:
-            raise ValueError(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
+            raise error(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
 
 
-def check_needs(settings):
-    """Raises: ValueError for a knob that is set and means nothing, naming what it needs."""
+def check_needs(settings, error: type[Exception]):
+    """Raises: `error` for a knob that is set and means nothing, naming what it needs."""
     for name, needs in facts(type(settings), Needs).items():
         value, default = getattr(settings, name), getattr(type(settings), name)
         if value != default and needs[0].words and not is_read(name, settings):
             found = f"{needs[0].knob}={getattr(settings, needs[0].knob)}"
-            raise ValueError(f"{name}={value} needs {needs[0].words}, not {found}")
+            raise error(f"{name}={value} needs {needs[0].words}, not {found}")

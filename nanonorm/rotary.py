@@ -4,6 +4,8 @@ import math
 
 import torch
 
+ROTARY_ANGLES = "1/base**(2i/C)"  # how model.py rounds them; before: base**(-2i/C), one rounding away
+
 
 def llama3_frequencies(frequency, factor: float, low: float, high: float, original: float):
     """Slow rotations divided by `factor`, fast ones as they are, and between a blend of both. (C/2)

@@ -12,9 +12,8 @@ from test_distill import every_family, student_of, teacher_of
 from tqdm import tqdm
 
 from forms import fold, load_model
-from model import CoupledBlock, Transformer
+from model import CoupledBlock, KVCache, Transformer
 from nanonorm.divergence import divergence, divergences
-from nanonorm.generation import KVCache
 from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from begin import begun_from
 from forms import FORMS, fold, from_file, proved
-from model import ModelConfig, Scale, Taper, Transformer, rope_tables
-from nanonorm.generation import KVCache
+from model import KVCache, ModelConfig, Scale, Taper, Transformer, rope_tables
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {

@@ -8,9 +8,8 @@ from conftest import every_variant, one_line, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
-from model import Transformer
+from model import KVCache, Transformer, aligned
 from nanonorm.errors import ModelError
-from nanonorm.generation import KVCache, aligned
 from sample import Sample
 
 LENGTHS = (5, 1, 16, 21, 11)  # of a context of 16: four of them grow too long at other steps than the others

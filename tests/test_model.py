@@ -30,10 +30,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forms import FORMS, fold, load_model
-from model import NORMS, Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
+from model import NORMS, Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT, read_file
-from nanonorm.generation import KVCache, sample_token
+from nanonorm.generation import sample_token
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, plain
 from nanonorm.scale import ScaleAnchor, diagnostics
 from scripts.speed.peers import as_llama

@@ -16,12 +16,12 @@ class Needs(NamedTuple):
     words: str = ""
 
 
-def check_types(settings):
+def check_types(settings, error):
     """JSON has no tuples."""
     for f in fields(settings):
         value = getattr(settings, f.name)
         setattr(settings, f.name, tuple(value) if isinstance(value, list) else value)
 
 
-def check_needs(settings):
+def check_needs(settings, error):
     pass
