@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from config import begun_as
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from forms import config_of, from_file, skeleton, unfuse
+from forms import begun_as, config_of, from_file, skeleton, unfuse
 from model import ModelConfig, Transformer
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share

@@ -26,7 +26,7 @@ from model import (
     Variant,
     rope_tables,
 )
-from nanonorm.errors import ModelError
+from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, phase_and_gates, read_file
 
 AT_ONCE = 1 << 24  # numbers of a large matrix in float64: 128 MiB
@@ -311,6 +311,19 @@ def from_file(file: dict, path="file") -> Transformer:
     model.gate.copy_(torch.tensor(gates))
     model.set_phase(phase)
     return model.eval()
+
+
+def begun_as(base: ModelConfig, phase: str, gates: list[float], where: str) -> ModelConfig:
+    """The architecture that a run has, or a teacher, which begins as the network of a file: a taper that is
+    over is unfused, its norms being scalings. Raises: BadInput in the middle of a taper."""
+    if base.taper == "none" and base.form == "unfused":
+        return replace(base, form="trained")  # nothing was unfused
+    if base.taper == "none" or base.form != "trained" or phase == "norm":
+        return base
+    if max(gates) > 0:
+        middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
+        raise BadInput(f"{where} {middle}; start from weights from before or after it")
+    return replace(base, form="unfused")
 
 
 def config_of(file: dict, path) -> ModelConfig:

@@ -395,9 +395,8 @@ class MeanScaleTaper(Taper):
 
         (g * inverse(h) + (1-g) * c) * x * weight [+ bias]
 
-    The mean is over all tokens of a step, and its EMA moves once a step and is bias-corrected; FakeLN's moves
-    once a micro-batch and starts from a file. c follows it as long as a gate is above 0, and stays from then
-    on: in step k it is made of the steps before k. An attention's norm has a second gate, for its values.
+    Its EMA moves once a step and is bias-corrected; FakeLN's moves once a micro-batch and starts from a file.
+    c follows it as long as a gate is above 0: in step k it is made of the steps before k.
     """
 
     quantities, gains, phases = ("ema_s",), ("weight",), ("norm", "blend")
@@ -407,11 +406,13 @@ class MeanScaleTaper(Taper):
     def weight_tilde(self):
         return self.weight
 
+    def blends(self) -> bool:
+        return self.training and self.phase == "blend"
+
     def forward(self, h, both: bool = False):
-        """(B, T, D) -> (B, T, D); `both`: a pair of them, at the gate and at the values' one."""
-        if not (self.training and self.phase == "blend"):
-            y = super().forward(h)
-            return (y, y) if both else y
+        """(B, T, D) -> (B, T, D); `both`, where it blends: at the gate, and at the values' one."""
+        if not self.blends():
+            return super().forward(h)
         if self.collecting():
             self.observe(h)
         x, inverse = self.norm.centred(h), self.norm.inverse(h)
@@ -553,9 +554,11 @@ class SplitAttention(Attention):
     """Its values may read another input than its queries and keys (FakeLN)."""
 
     def forward(self, x, *context, values=None):
-        """x, values: (B, T, D)"""
-        if values is None or values is x:
+        """x, values: (B, T, D); None: x"""
+        if values is None:
             return super().forward(x, *context)
+        if type(self.qkv) is not nn.Linear or is_watched(self.qkv):
+            return self.mixed(self.heads(x)[0], self.heads(values)[1], *context)
         C, K = self.head_dim, self.n_kv_head
         rows = ((self.n_head + K) * C, K * C)
         biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
@@ -640,7 +643,7 @@ class FakeLNBlock(Block):
         super().__init__(c, SplitAttention)
 
     def forward(self, x, *context):
-        if not isinstance(self.norm_attn, MeanScaleTaper):  # it is gone
+        if not (isinstance(self.norm_attn, MeanScaleTaper) and self.norm_attn.blends()):
             return super().forward(x, *context)
         normed, values = self.norm_attn(x, both=True)
         x = x + self.drop(self.attn.proj(self.attn(normed, *context, values=values)))
@@ -940,10 +943,7 @@ class Transformer(nn.Module):
 
     # --- text, a file
 
-    generate = generate
-
-    def new_cache(self, batch: int, length: int) -> KVCache:
-        return KVCache(self, batch, length)
+    generate, Cache = generate, KVCache
 
     def to_file(self, meta: dict) -> dict:
         """What a model file holds; torch.save it."""

@@ -6,14 +6,13 @@ all from config files and flags; the files of this folder are one run each, and 
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-from forms import config_of
+from forms import begun_as, config_of
 from model import ANCHOR, ModelConfig, ModelKnobs
-from nanonorm.cli import parse, set_knob, split_row
+from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
-from nanonorm.files import folder_name, phase_and_gates
+from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
 from nanonorm.schedules import check_gates, settle_gates, tapers
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
@@ -38,8 +37,7 @@ class Config(ModelKnobs):
 
     vocab_size: Annotated[int, Range(2, 2**24)] | None = None  # token ids; None: the corpus's number
     # the run
-    # folder the run writes; None: out/, config files, -key=value of the flags
-    out_dir: Annotated[str | None, AGAIN] = None
+    out_dir: Annotated[str | None, AGAIN] = None  # folder it writes; None: out/, files, -key=value of flags
     # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
     init_from: Annotated[str, AGAIN] = "scratch"
     form: Annotated[Form, Since(3)] = "trained"  # of the network: as the weights have it, not to be set
@@ -56,8 +54,7 @@ class Config(ModelKnobs):
     dataset: str = "tinystories"  # a folder under data/, or the path of a prepared one
     batch_size: Count = 16  # windows per micro-batch
     gradient_accumulation_steps: Count = 1  # micro-batches per optimizer step, over all ranks together
-    # the training loss leaves out targets that end a text; validation counts them
-    mask_end: Annotated[bool, V2] = False
+    mask_end: Annotated[bool, V2] = False  # targets that end a text do not count in training
     # optimizer
     learning_rate: NonNegative = 3e-4  # peak learning rate
     weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
@@ -66,33 +63,27 @@ class Config(ModelKnobs):
     grad_clip: NonNegative = 1.0  # largest global gradient norm; 0 is off
     decay_lr: bool = True  # cosine decay after the warmup
     warmup_iters: Whole | None = None  # steps of linear warmup; None: 5% of max_iters
-    # step at which the decay reaches min_lr; None: max_iters
-    lr_decay_iters: Annotated[Count | None, DECAY] = None
+    lr_decay_iters: Annotated[Count | None, DECAY] = None  # where it reaches min_lr; None: max_iters
     min_lr: Annotated[NonNegative, DECAY] = 0.0  # where the decay ends
     # taper
     # step that starts the gate, freezes the scale target; None: warmup_iters
     gate_start: Annotated[Whole | None, START] = None
-    # step from which the gate is 0; None: by gate_end_ratio or gate_gaps
-    gate_end: Annotated[Count | None, GATES] = None
-    # of max_iters, where gate_end is None
-    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, V2] = 1.0
+    gate_end: Annotated[Count | None, GATES] = None  # gate 0 from there; None: by gate_end_ratio or gate_gaps
+    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, V2] = 1.0  # of max_iters, where gate_end is None
     # all gates alike, or site by site
     gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
     # sequential: steps between MLPs' norms, attentions' (q, k), their values
     gate_gaps: Annotated[Wholes | None, GATES, V2] = None
     # a teacher, and adapters
-    # weights to learn from: a run, a file, a Hugging Face folder, a hub id
-    teacher: Annotated[str | None, AGAIN, V2] = None
+    teacher: Annotated[str | None, AGAIN, V2] = None  # weights: a run, file, Hugging Face folder, hub id
     kl_weight: Annotated[NonNegative, TEACHER, V2] = 1.0  # of KL(teacher || student), at temperature 1
     ce_weight: Annotated[NonNegative, TEACHER, V2] = 0.0  # of the cross-entropy beside it
     # what trains in place of the weights (needs peft)
     adapter: Annotated[Literal["none", "lora", "dora"], V2] = "none"
     # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
     adapter_rank: Annotated[Count, ADAPTER, V2] = 64
-    # what adapters add is times alpha / r; None: twice the rank
-    adapter_alpha: Annotated[Positive | None, ADAPTER, V2] = None
-    # layers of a block that carry adapters; None: all
-    adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None
+    adapter_alpha: Annotated[Positive | None, ADAPTER, V2] = None  # alpha/r multiplies them; None: twice r
+    adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None  # a block's layers; None: all
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
     device: Annotated[str, AGAIN] = (
@@ -102,12 +93,9 @@ class Config(ModelKnobs):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
     # torch.compile the model, or "regional" each block by itself; None: on a GPU the model
     compile: Annotated[bool | Literal["regional"] | None, AGAIN] = None
-    # replay a step, from the forward to AdamW, as one CUDA graph (single GPU)
-    cuda_graph: Annotated[bool, AGAIN, V2] = False
-    # compute each block again in the backward, not keep it: memory for time
-    grad_checkpoint: Annotated[bool, AGAIN, V2] = False
-    # of torch.distributed under torchrun
-    backend: Annotated[Literal["auto", "nccl", "gloo"], AGAIN] = "auto"
+    cuda_graph: Annotated[bool, AGAIN, V2] = False  # a step, forward to AdamW, as one CUDA graph (one GPU)
+    grad_checkpoint: Annotated[bool, AGAIN, V2] = False  # blocks run again in the backward, to save memory
+    backend: Annotated[Literal["auto", "nccl", "gloo"], AGAIN] = "auto"  # of torch.distributed (torchrun)
 
     def resolve(self):
         """Fill in the knobs that default to another one and refuse what makes no sense. Returns self."""
@@ -117,9 +105,8 @@ class Config(ModelKnobs):
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
         settle_gates(self)
         if self.warmup_iters >= self.lr_decay_iters:
-            raise BadInput(
-                f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
-            )
+            last = f"lr_decay_iters={self.lr_decay_iters}"
+            raise BadInput(f"warmup_iters={self.warmup_iters} must be below {last}")
         if self.dropout and self.cuda_graph:
             raise BadInput(
                 "dropout draws anew in each micro-batch, which a CUDA graph cannot; set one of them"
@@ -133,18 +120,9 @@ class Config(ModelKnobs):
         return self
 
     def check_form(self):
-        """Raises: BadInput for new weights in another form, and for what a folded coupled network cannot do:
-        it adds and multiplies by its matrices in one step, where neither dropout nor an adapter has a place.
-        """
+        """Raises: BadInput for new weights in another form."""
         if self.form != "trained" and self.init_from == "scratch":
             raise BadInput(f"form={self.form} is not for new weights; leave it out, or name --init_from=PATH")
-        if self.norm != "coupled" or self.form not in ("folded", "weightless"):
-            return
-        for knob, without in (("dropout", 0.0), ("adapter", "none")):
-            if getattr(self, knob) != without:
-                where = f"has no place in a {self.form} coupled network"
-                remedy = f"use {knob}={without}, or start from the unfused.pt or the ckpt.pt of its run"
-                raise BadInput(f"{knob}={getattr(self, knob)} {where}; {remedy}")
 
     def resolve_distillation(self):
         """Fill in adapter_alpha. Raises: BadInput for a teacher or adapters that make no sense."""
@@ -167,24 +145,15 @@ class Config(ModelKnobs):
             raise BadInput(f"calibration=mean_scale {reads}")
 
     def own_folder(self, files: list[str]) -> str:
-        """The folder of a run that names none: out/, the names of the config files, -knob=value of each knob
-        that flags set otherwise than these do. Ask before `resolve`, which sets more of them.
+        """The folder of a run that names none. Ask before `resolve`, which sets more knobs.
 
-        Left out is what a resumed run may set anew, but for weights to start or to learn from. So what
+        Not in its name is what a resumed run may set anew, but for weights to start or to learn from. So what
         computes something else goes elsewhere, and a command with --init_from=resume finds its own run.
         """
-        parts = [(Path(path).stem, row) for path, row in map(split_row, files)]
-        words = ["+".join(name if row is None else f"{name}_{row}" for name, row in parts) or "run"]
-        as_files, _, _ = parse(type(self), files, files=True)
         unnamed = free_on_resume() - {"init_from", "teacher"}
         if self.init_from in ("resume", "auto"):
             unnamed |= {"init_from"}
-        for name in sorted({f.name for f in dataclasses.fields(self)} - unnamed):
-            value = getattr(self, name)
-            if value != getattr(as_files, name):
-                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                words.append(f"{name}={text}")
-        return f"out/{folder_name('-'.join(words))}"
+        return f"out/{name_of(self, files, unnamed)}"
 
     def model_config(self, vocab_size: int | None = None) -> ModelConfig:
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""
@@ -272,19 +241,6 @@ class Config(ModelKnobs):
             raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
         anew = explicit & free_on_resume() - {"init_from"} | {"out_dir"}  # what it began with stays on record
         return dataclasses.replace(run, **{name: getattr(self, name) for name in anew}).resolve()
-
-
-def begun_as(base: ModelConfig, phase: str, gates: list[float], where: str) -> ModelConfig:
-    """The architecture that a run has, or a teacher, which begins as the network of a file: a taper that is
-    over is unfused, its norms being scalings. Raises: BadInput in the middle of a taper."""
-    if base.taper == "none" and base.form == "unfused":
-        return dataclasses.replace(base, form="trained")  # nothing was unfused
-    if base.taper == "none" or base.form != "trained" or phase == "norm":
-        return base
-    if max(gates) > 0:
-        middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
-        raise BadInput(f"{where} {middle}; start from weights from before or after it")
-    return dataclasses.replace(base, form="unfused")
 
 
 def free_on_resume() -> set[str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT
+from nanonorm.files import ROOT, folder_name
 from nanonorm.typed import check, check_text, hints, in_words
 
 
@@ -135,6 +135,20 @@ def execute(path: str) -> dict:
         place = f"{path}:{line[-1] if line else '?'}"
         raise BadInput(f"{place}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     return space
+
+
+def name_of(settings, files: list[str], unnamed: set[str]) -> str:
+    """What to call a run with these settings: its config files, and -knob=value of each knob that is set
+    otherwise than they do, but for the `unnamed` ones. As a file system takes it."""
+    parts = [(Path(path).stem, row) for path, row in map(split_row, files)]
+    words = ["+".join(name if row is None else f"{name}_{row}" for name, row in parts) or "run"]
+    as_files, _, _ = parse(type(settings), files, files=True)
+    for name in sorted({f.name for f in dataclasses.fields(settings)} - unnamed):
+        value = getattr(settings, name)
+        if value != getattr(as_files, name):
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words.append(f"{name}={text}")
+    return folder_name("-".join(words))
 
 
 def comments(cls) -> dict[str, str]:

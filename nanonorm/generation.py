@@ -53,7 +53,7 @@ def generate(
             if fresh and use_cache:
                 length = end - first + max_new_tokens
                 length = 128 * math.ceil(length / 128) if compile else length
-                cache = model.new_cache(len(idx), min(size, length))
+                cache = model.Cache(model, len(idx), min(size, length))
             whole = fresh or not use_cache
             unseen, network = (idx[:, first:], model) if whole else (idx[:, -1:], decode)
             logits = network(unseen, cache=cache, last_only=True, pad=pad)

@@ -316,13 +316,18 @@ def test_what_a_network_without_norms_cannot_do_is_one_line(norm_free, corpus, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("knobs", [{"dropout": 0.1}, {"teacher": "folded", "adapter": "lora"}])
-def test_a_folded_coupled_network_has_no_place_for(knobs, corpus, tmp_path, capsys):
-    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, norm="coupled")
+@pytest.mark.parametrize("mlp", [{"mlp": "swiglu"}, {"mlp": "gelu", "bias": True}], ids=str)
+@pytest.mark.parametrize("knobs", [{"dropout": 0.1}, {"teacher": "folded", "adapter": "lora"}], ids=str)
+def test_a_folded_coupled_network_trains_with(knobs, mlp, corpus, tmp_path):
+    """Though its products add and scale by themselves: the merged and folded export is proved."""
+    if "adapter" in knobs:
+        pytest.importorskip("peft")
+    config = ModelConfig(vocab_size=400, n_embd=16, n_head=2, n_layer=1, block_size=32, norm="coupled", **mlp)
     torch.save(fold(Transformer(config)).to_file({}), tmp_path / "folded.pt")
-    knobs |= {"teacher": tmp_path / "folded.pt"} if "teacher" in knobs else {}
-    message = refused(capsys, *begun(tmp_path / "run", corpus, tmp_path / "folded.pt", **knobs))
-    assert "has no place in a folded coupled network" in message and "unfused.pt" in message
+    more = {"teacher": tmp_path / "folded.pt"} if "teacher" in knobs else {}
+    train(*begun(tmp_path / "run", corpus, tmp_path / "folded.pt", **knobs | more))
+    before, after = (load_model(tmp_path / where).state_dict() for where in ("folded.pt", "run/folded.pt"))
+    assert not torch.equal(before["blocks.0.attn.proj.weight"], after["blocks.0.attn.proj.weight"])
 
 
 def test_a_taper_named_none_is_no_contradiction(norm_free, corpus, tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import torch
 
 from forms import fold, from_file
-from model import ModelConfig, Transformer
+from model import NORMS, ModelConfig, Transformer, statistic
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
 from nanonorm.knobs import off
@@ -51,10 +51,9 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
     if c.taper == "none" and c.norm in ("rmsnorm", "layernorm") and c.form != "weightless":
         return {"config": asdict(replace(c, form="trained")), "state": model.state_dict(), "meta": model.meta}
     refuse(model)
-    norm = c.norm
-    if norm == "layernorm" and c.positions == "rope":
-        # the centring moves into the matrices: a Llama's norm has none
-        model, norm = model if c.form == "folded" else fold(model), "rmsnorm"
+    norm = "layernorm" if c.positions == "learned" and c.norm == "layernorm" else "rmsnorm"
+    if norm == "rmsnorm" and statistic(c).centres:
+        model = model if c.form == "folded" else fold(model)  # the centring moves into the matrices
     state, root = model.state_dict(), eps**0.5
     parts = {"": (("norm_final", c.n_embd),)}
     qk = [("attn.norm_q", c.head_dim), ("attn.norm_k", c.head_dim)] if c.qk_norm else []
@@ -76,7 +75,7 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
 def refuse(model: Transformer):
     """Raises: ModelError for a network in which a norm, or what stands for one, does more than scale."""
     c = model.config
-    if c.norm in ("coupled", "cbwc", "dyt", "derf"):
+    if not NORMS[c.norm].tapers:
         raise ModelError(f"no stock class computes norm={c.norm}; use --to=hf or --to=onnx")
     if c.form not in ("folded", "unfused"):
         raise ModelError(f"form={c.form} keeps its norms; a stock class needs them gone: --form=unfused")

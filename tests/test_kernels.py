@@ -1,0 +1,171 @@
+"""The fast paths of nanonorm/kernels.py: equal to the plain code, in the way of no hook and no transform."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import batch, every_variant, one_line, scale_of_difference, state_of, tiny, tiny_config
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from config import Config
+from forms import fold
+from model import NOT_COUNTED, ModelConfig, Transformer
+from nanonorm import kernels
+from nanonorm.errors import ModelError
+from nanonorm.ranks import Ranks
+from train import Step
+
+EXACT = 1e-12  # of the largest, in float64: another order of the same sums
+
+
+def losses_of(variant: str, steps: int = 20) -> tuple[list[float], dict]:
+    """The losses of a run through all three phases, and its weights, in float64."""
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(variant, n_embd=32)).double()
+    gates = {"gate_start": 5, "gate_end": 15} if model.config.taper != "none" or model.anchor else {}
+    knobs = {name: getattr(model.config, name) for name in ("norm", "taper", "calibration", "aux_weight")}
+    cfg = Config(**knobs, **gates, max_iters=steps, warmup_iters=2, learning_rate=1e-2).resolve()
+    model.train()
+    step = Step(model, cfg, torch.device("cpu"), torch.float64, Ranks())
+    losses = []
+    for k in range(steps):
+        step.at(k)
+        x, y = (t[None] for t in batch(seed=k))
+        losses.append(F.cross_entropy(model.eval()(x[0]).flatten(0, 1), y[0].flatten()).item())
+        model.train()
+        step(x, y)
+    return losses, state_of(model)
+
+
+@every_variant
+def test_a_run_without_fast_paths_is_the_same_run(variant):
+    fast, weights = losses_of(variant)
+    with kernels.plain():
+        plain, plain_weights = losses_of(variant)
+    assert fast == pytest.approx(plain, rel=1e-9)  # 20 steps of AdamW
+    assert all(scale_of_difference(weights[name], t) < 1e-6 for name, t in plain_weights.items())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# targets that do not count
+
+
+@pytest.mark.parametrize("how", ["as it is", "plain", "autocast", "compiled"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_the_mean_over_the_targets_that_count(how, tied):
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(tie_embeddings=tied)).train()
+    x, y = (t.clone() for t in batch())
+    y[:, ::3] = NOT_COUNTED
+    wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=NOT_COUNTED)
+    nothing = torch.full_like(y, NOT_COUNTED)
+    forward = torch.compile(model, backend="eager") if how == "compiled" else model
+    plain = kernels.plain() if how == "plain" else nullcontext()
+    with plain, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        ours, none = forward(x, y).total, forward(x, nothing).total
+    assert ours.item() == pytest.approx(wanted.item(), rel=2e-2 if how == "autocast" else 1e-5)
+    none.backward()
+    assert none.item() == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# hooks and transforms
+
+
+def hooked(module, kind: str, seen: list):
+    def look(*args):
+        seen.append(kind)
+
+    return getattr(module, f"register_{kind}_hook")(look)
+
+
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all-fake"])
+def test_a_hook_fires_wherever_it_hangs(kind, variant):
+    """On every module of the network, in every phase of training."""
+    for phase in ("norm", "blend"):
+        model = tiny(variant, phase=phase, tie_embeddings=False)
+        idle = (torch.nn.ModuleList, type(getattr(model, "anchor", None)))
+        watched = [n for n, m in model.named_modules() if n and not isinstance(m, idle)]
+        watched = [
+            n for n in watched if not n.endswith((".norm", "tok_emb"))
+        ]  # a statistic; reads no gradient
+        seen = {name: [] for name in watched}
+        hooks = [hooked(model.get_submodule(name), kind, seen[name]) for name in watched]
+        x, y = batch()
+        model(x, y).total.backward()
+        assert not [name for name, fired in seen.items() if not fired], (phase, kind)
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_global_hook_sees_every_layer():
+    model, seen = tiny(tie_embeddings=False), set()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(m))
+    try:
+        model(*batch())
+    finally:
+        handle.remove()
+    assert {model.lm_head, model.blocks[0].mlp.down, model.blocks[1].attn.proj} <= seen
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm", "coupled", "cbwc", "rmsnorm-all-aux"])
+def test_torch_func_sees_through_a_training_network(variant):
+    """Gradients a sample, and a directional derivative, beside autograd's."""
+    model = tiny(variant, phase="blend")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    x, y = batch()
+
+    def loss(weights, x, y):
+        logits = functional_call(model, weights, (x[None],))
+        return F.cross_entropy(logits[0], y)
+
+    per_sample = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    wanted = torch.autograd.grad(
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()), list(model.parameters()), allow_unused=True
+    )
+    for found, g in zip(per_sample.values(), wanted, strict=True):
+        assert g is None or scale_of_difference(found.mean(0), g) <= EXACT
+    direction = {name: torch.randn_like(p) for name, p in weights.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fast one on a CPU has no forward derivative
+        _, slope = jvp(lambda w: loss(w, x[0], y[0]), (weights,), (direction,))
+    by_hand = sum((per_sample[name][0] * d).sum() for name, d in direction.items())
+    assert slope.item() == pytest.approx(by_hand.item(), rel=1e-9)
+
+
+def test_a_fresh_taper_has_gradients_in_evaluation():
+    """Saliency on a network that has not been calibrated: c_now() is 0/0 there, in a branch not taken."""
+    for variant in ("rmsnorm-all-aux", "layernorm-all", "layernorm-all-fake"):
+        model = tiny(variant, phase="norm").eval()
+        model(batch()[0]).square().sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert grads and all(g.isfinite().all() for g in grads)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what a network refuses, and what it keeps
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_more_tokens_than_the_context_are_refused_in_one_line(block_size):
+    model = Transformer(ModelConfig(vocab_size=50, n_layer=1, n_head=2, n_embd=8, block_size=block_size))
+    with pytest.raises(ModelError) as e:
+        model(torch.zeros(1, block_size + 1, dtype=torch.long))
+    assert one_line(e) == (
+        f"{block_size + 1} tokens are more than this model's block_size={block_size}; give fewer"
+    )
+
+
+def test_a_folded_coupled_stream_stays_in_float32_under_autocast():
+    streams = []
+    folded = fold(tiny("coupled", dtype=torch.float32))
+    for block in folded.blocks:
+        block.register_forward_hook(lambda m, args, out: streams.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        folded(batch()[0])
+    assert streams == [torch.float32] * 2
