@@ -22,7 +22,7 @@ from slow_part import pytest_addoption, pytest_collection_modifyitems  # noqa: E
 
 from data import prepare  # noqa: E402
 from data.tokenizer import END, load_tokenizer  # noqa: E402
-from model import ModelConfig, Norm, Taper, Transformer  # noqa: E402
+from model import NORMS, ModelConfig, Norm, Taper, Transformer  # noqa: E402
 from nanonorm.errors import BadFile, BadInput, ModelError  # noqa: E402
 
 # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
@@ -58,6 +58,7 @@ VARIANTS = {
         "anchor_target": "batch",
     },
 }  # fmt: skip
+VARIANTS |= {norm: {"norm": norm} for norm in NORMS if norm not in VARIANTS}  # one that was added
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
