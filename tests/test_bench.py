@@ -167,7 +167,7 @@ def test_run_folder_is_what_is_timed(capsys, folder):
     text, report = run(capsys, str(folder))
     assert str(folder) in text and report["model"]["n_embd"] == 32
     with pytest.raises(BadInput, match="folded form alone"):
-        bench.main([*QUICK, str(folder / "folded.pt")])
+        bench.main([*QUICK, str(folder / "folded.pt"), "--variants=baseline,unfused"])
 
 
 @pytest.mark.parametrize("stored, timed", [("bfloat16", "float32"), ("float32", "bfloat16")])

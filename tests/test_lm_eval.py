@@ -110,7 +110,7 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
 
 def test_without_the_hub_it_says_so_in_one_line(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
-    run = lm_eval(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    run = lm_eval(tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--local" in run.stderr
 
 
