@@ -228,7 +228,7 @@ class RMSNorm(Norm):
         y = F.rms_norm(h, self.shape, weight, self.eps)  # h * inverse(h) * weight
         return y if bias is None else y + bias
 
-    blend = fast(kernels.rms_blend)(Norm.blend)
+    blend = fast(kernels.rms_blend)(Norm.blend)  # these two are right for LayerNorm as well: they centre
     moments = fast(kernels.rms_moments)(Norm.moments)
 
 
@@ -662,7 +662,7 @@ class CoupledBlock(Block):
     def forward(self, x, *context):
         normed, inverse = self.norm_attn.normed_and_inverse(x, self.through)
         y = self.attn(normed, *context)
-        if self.norm_mlp.weight is None:
+        if self.norm_mlp.weight is None:  # folded
             h = self.add(x, y, self.attn.proj)
             return self.add(h, self.mlp.activation(h, inverse.to(h.dtype)), self.mlp.down)
         h = x + self.drop(self.attn.proj(y))
@@ -682,7 +682,7 @@ class Variant(NamedTuple):
 
     make: Callable[[ModelConfig], nn.Module]  # a norm of width n_embd
     tapers: bool = False  # it has a statistic, and nothing but tapers hangs on it
-    shift: bool = False  # it has one, unless norm_bias=False
+    shift: bool = False  # it has one that norm_bias=False takes away
     block: type[Block] = Block
     centred: bool = False  # the layers that write the stream write it with mean 0
 
@@ -837,7 +837,7 @@ class Transformer(nn.Module):
         return self.losses(x, self.cross_entropy(self.norm_final(x), targets), idx)
 
     def logits(self, y):
-        """What the output head makes of the final norm's output. (B, T, D) -> (B, T, V)"""
+        """The output head, whose tied table is never centred, of the final norm's output. -> (B, T, V)"""
         return F.linear(y, self.tok_emb.weight) if self.lm_head is None else self.lm_head(y)
 
     @fast(kernels.cross_entropy, training=False)
@@ -913,7 +913,7 @@ class Transformer(nn.Module):
         return {name: norm for name, norm in sites.items() if isinstance(norm, Taper)}
 
     def gate_sites(self) -> list[str]:
-        """What the entries of `gate` are of."""
+        """What the entries of `gate` are of: of each block attn [, its values], q, k, mlp; then final."""
         return gate_sites(self.config)
 
     def trackers(self) -> dict[str, Tracker]:
