@@ -13,12 +13,8 @@ A study is a file in scripts/studies/. It names the steps, one after the other, 
                    --name=value sets another, and with commas between them some of an axis
     [try]          what --try sets instead
 
-and of each [[steps]] one of
-
-    sweep = "..."  the words of sweep.py                 train = "..."  those of train.py, a run by itself
-    run = "..."    a command of this checkout            copy = "..."   files to copy into the folder `to`
-
-with {names} in them, and beside it
+Each of [[steps]] is a sweep = "words of sweep.py", a train = "words of train.py", or a run = "a command of
+this checkout", with {names} in the words, and beside it
 
     name           for --only; a step without one is always done
     for            names of axes: the step is done for each value, or for each pair of values
@@ -28,11 +24,11 @@ with {names} in them, and beside it
     unless         a file: the step is done already if that exists, whoever made it
     within         the folder in which the command runs, if not the checkout
     when           "real": not with --try; "try": with it alone
-    failed         what to say if the command fails; optional = true: go on all the same
+    optional       true: if the command fails, go on all the same
 
 Names that are always there: {out}, the folder for tables and figures, {runs} and {data}, and with --try
-{text}, a folder of this project's own text. A run that fails does not keep its sweep, or the next step, from
-going on; any other step that fails ends the study.
+{text}, a folder of this project's own text, of which {data}/toy is prepared. A run that fails does not keep
+its sweep, or the next step, from going on; any other step that fails ends the study.
 """
 
 import glob
@@ -41,13 +37,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanonorm.cli import parse  # not found? pip install -e .
@@ -58,7 +53,13 @@ from nanonorm.typed import Count
 from scripts import sweep
 
 STUDIES = Path(__file__).with_name("studies")
-KINDS = ("sweep", "train", "run", "copy")
+KINDS = ("sweep", "train", "run")
+TOY_CORPUS = {
+    "when": "try",
+    "unless": "{data}/toy/meta.json",
+    "run": "data/tinystories/prepare.py --text={text}/train.txt --val_text={text}/valid.txt --vocab_size=400 "
+    "--out_dir={data}/toy",
+}
 
 
 @dataclass
@@ -117,17 +118,15 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
             raise BadInput(f"{name}={text} does not exist: {remark}")
         found[name] = Path(text).resolve()
     for name, value in values.items():
-        some = given.get(name)
         if isinstance(value, str):
-            found[name] = (value if some is None else some).format_map(found)
-        elif isinstance(value, list):
-            found[name] = value if some is None else [item for item in some.split(",") if item]
-        else:
-            chosen = value if some is None else [item for item in some.split(",") if item]
-            if unknown := [key for key in chosen if key not in value]:
-                raise BadInput(f"--{name}={unknown[0]}: there are {', '.join(value)}")
-            rows = {key: {c: text.format_map(found) for c, text in value[key].items()} for key in chosen}
-            found[name] = [Row(key, columns) for key, columns in rows.items()]
+            found[name] = given.get(name, value).format_map(found)
+            continue
+        rows = value if isinstance(value, dict) else {key: {} for key in value}
+        chosen = [key for key in given[name].split(",") if key] if name in given else rows
+        if unknown := [key for key in chosen if key not in rows and rows is value]:
+            raise BadInput(f"--{name}={unknown[0]}: there are {', '.join(rows)}")
+        columns = [{c: text.format_map(found) for c, text in rows.get(key, {}).items()} for key in chosen]
+        found[name] = list(map(Row, chosen, columns))
     return found
 
 
@@ -143,15 +142,13 @@ class Step:
     makes: str | None = None
     unless: str | None = None
     within: str = str(ROOT)
-    to: str = ""
-    failed: str = ""
     optional: bool = False
 
 
 def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
     """The steps to do, in their order. Raises: BadInput for a name in --only that no step has."""
     found = []
-    for number, step in enumerate(study["steps"]):
+    for number, step in enumerate([TOY_CORPUS, *study["steps"]]):
         step = dict(step)
         if step.pop("when", None) == ("real" if k.rehearse else "try"):
             continue
@@ -161,9 +158,8 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
         for point in itertools.product(*(values[axis] for axis in axes)):
             names = values | dict(zip(axes, point, strict=True))
             texts = {n: v.format_map(names) if isinstance(v, str) else v for n, v in step.items()}
-            found.append(
-                Step(kind, words_of(template, names), " ".join([str(number), kind, *point]), **texts)
-            )
+            key = " ".join([str(number), kind, *point])
+            found.append(Step(kind, words_of(template, names), key, **texts))
     named = list(dict.fromkeys(step.name for step in found if step.name))
     if unknown := [name for name in k.only or () if name not in named]:
         raise BadInput(f"no step {unknown[0]}; there are {', '.join(named)}")
@@ -214,7 +210,7 @@ class Study:
         runs = sweep.grid(s, files, axes)
         if any(sweep.look(run)[0] != "finished" for run in runs):
             self.forget_what_follows(step)
-        self.unfinished += len(sweep.run_grid(s, files, axes, runs))
+        self.unfinished += len(sweep.run_grid(s, runs))
 
     def train(self, step: Step):
         run = sweep.one_run(step.words)
@@ -240,7 +236,7 @@ class Study:
         )  # fmt: skip
         said = done.stdout or ""
         if done.returncode and not step.optional:
-            raise BadInput(step.failed or f"a step failed, its reason is above: {shlex.join(step.words)}")
+            raise BadInput(f"a step failed, its reason is above: {shlex.join(step.words)}")
         if done.returncode:
             said += "not all of it was done\n"
         print(said, end="", flush=True)
@@ -251,11 +247,6 @@ class Study:
             keys = [s.key for s in self.steps if s.stdout == step.stdout and s.key in self.record]
             with atomic_write(step.stdout, "w") as f:
                 f.write("".join(self.record[key]["said"] for key in keys))
-
-    def copy(self, step: Step):
-        Path(step.to).mkdir(parents=True, exist_ok=True)
-        for path in step.words:
-            shutil.copy(path, step.to)
 
     def forget_what_follows(self, step: Step):
         """Later steps may be made of what this one makes: they are done again."""
@@ -281,20 +272,8 @@ def matches(word: str) -> list[str]:
 
 def read_command(argv: list[str]) -> tuple[StudyKnobs, list[str], dict[str, str]]:
     """(knobs, the study's name if one is given, values of the study's own names). Raises: BadInput."""
-    own = {f.name for f in fields(StudyKnobs)} | {"help"}
-    mine, names, given = [], [], {}
-    for word in argv:
-        name, equals, text = word.removeprefix("--").partition("=")
-        if word == "--try":
-            mine.append("--rehearse=True")
-        elif word == "-h" or (word.startswith("--") and name in own):
-            mine.append(word)
-        elif not word.startswith("-"):
-            names.append(word)
-        elif equals:
-            given[name] = text
-        else:
-            raise BadInput(f"{word}: flags are written --key=value")
+    argv = ["--rehearse=True" if word == "--try" else word for word in argv]
+    mine, names, given = sweep.split_words(argv, StudyKnobs)
     k, _, _ = parse(StudyKnobs, mine, usage=__doc__)
     if len(names) > 1:
         raise BadInput(f"one study at a time, not {' and '.join(names)}")

@@ -18,7 +18,6 @@ first), 2 for bad input.
 
 import ctypes
 import itertools
-import json
 import os
 import re
 import shlex
@@ -36,22 +35,20 @@ from config import Config, free_on_resume  # not found? pip install -e .
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
-from nanonorm.files import ROOT, atomic_write, hold_folder
+from nanonorm.files import ROOT, hold_folder
 from nanonorm.knobs import is_read
-from nanonorm.machine import commit
 from nanonorm.run import given_weights
 from nanonorm.typed import Count
-from scripts.runs import (
+from scripts.studies.runs import (
     AUX_WEIGHT,
     NO_WEIGHTS,
     PAPER_ROWS,
     PlannedRun,
-    finite,
     identity,
     look,
     recorded_settings,
     tail,
-)
+)  # fmt: skip
 
 POLL_S, LINE_S = 0.5, 60  # between looks at the runs, and between lines unless stderr is a terminal
 
@@ -202,8 +199,7 @@ def outcome(run: PlannedRun, code: int) -> str:
     """What became of a run whose process has ended."""
     end = run.last_line()
     if code == 0:
-        loss = end.get("val/loss")
-        return f"finished, val/loss {loss if finite(loss) else float('nan'):.4f}"
+        return f"finished, val/loss {str(end.get('val/loss'))[:6]}"
     log = f"{run.folder}.log"
     said = [line.strip() for line in tail(log) if line.strip()]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
@@ -292,45 +288,30 @@ class Crew:
 # the command
 
 
-def write_record(k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[PlannedRun]):
-    """Add this grid to OUT/sweep.json: a list, for a folder may hold several. Raises: BadInput."""
-    path = Path(k.out) / "sweep.json"
-    try:
-        record = json.loads(path.read_bytes()) if path.exists() else []
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, list):
-        raise BadInput(f"{path} is damaged: it is not a list of grids; move it away, or name another --out")
-    new = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "files": files,
-        "variants": k.variants and list(k.variants),
-        "grid": axes,
-        "runs": {run.name: run.settings | {"out_dir": str(run.folder)} for run in runs},
-    }
-    new = json.loads(json.dumps(new))  # with lists for tuples, as the record has them
-    with atomic_write(path, "w") as f:
-        f.write(json.dumps([*(grid for grid in record if grid != new), new], indent=1) + "\n")
-
-
-def read_command(argv: list[str]) -> tuple[Sweep, list[str], dict[str, list[str]]]:
-    """(the sweep's own knobs, config files, {knob of train.py: its values}). Raises: BadInput."""
-    own = {f.name for f in fields(Sweep)} | {"help"}
-    words = ["--print=True" if word == "--print" else word for word in argv]
-    mine, files, axes = [], [], {}
-    for word in words:
+def split_words(argv: list[str], knobs: type) -> tuple[list[str], list[str], dict[str, str]]:
+    """(flags that are of `knobs`, words that are no flags, {name: text} of other flags). Raises: BadInput."""
+    own = {f.name for f in fields(knobs)} | {"help"}
+    mine, words, others = [], [], {}
+    for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
         if word == "-h" or (word.startswith("--") and name in own):
             mine.append(word)
         elif not word.startswith("-"):
-            files.append(word)
+            words.append(word)
         elif word.startswith("--") and name and equals:
-            axes[name] = re.split(r",(?![^(]*\))", text)  # at commas that stand in no parentheses
+            others[name] = text
         else:
             raise BadInput(f"{word}: flags are written --key=value")
+    return mine, words, others
+
+
+def read_command(argv: list[str]) -> tuple[Sweep, list[str], dict[str, list[str]]]:
+    """(the sweep's own knobs, config files, {knob of train.py: its values}). Raises: BadInput."""
+    words = ["--print=True" if word == "--print" else word for word in argv]
+    mine, files, flags = split_words(words, Sweep)
     k, _, _ = parse(Sweep, mine, usage=__doc__ + "\nBeside the knobs of train.py:")
-    return k, files, axes
+    # a comma in parentheses is a value's own
+    return k, files, {name: re.split(r",(?![^(]*\))", text) for name, text in flags.items()}
 
 
 def print_commands(runs: list[PlannedRun], threads: int | None):
@@ -353,15 +334,12 @@ def prepare_corpora(runs: list[PlannedRun]):
         prepare_if_missing(corpus_folder(name), None if begins in NO_WEIGHTS else begins)
 
 
-def run_grid(
-    k: Sweep, files: list[str], axes: dict[str, list[str]], runs: list[PlannedRun]
-) -> list[PlannedRun]:
+def run_grid(k: Sweep, runs: list[PlannedRun]) -> list[PlannedRun]:
     """Run what is left of a grid. Returns the runs that are not finished in the end. Raises: BadInput."""
     prepare_corpora(runs)
     threads = k.threads or max(1, (os.cpu_count() or 1) // k.jobs)
     try:
         with hold_folder(k.out):
-            write_record(k, files, axes, runs)
             bad = Crew(runs, k.jobs, threads).work()
     except BadInput as e:
         raise BadInput(str(e).replace("--out_dir", "--out")) from None
@@ -385,7 +363,7 @@ def main() -> int:
         print_commands(runs, k.threads)
         return 0
     exit_on_signals()
-    return 1 if run_grid(k, files, axes, runs) else 0
+    return 1 if run_grid(k, runs) else 0
 
 
 if __name__ == "__main__":

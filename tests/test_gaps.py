@@ -12,10 +12,9 @@ pytest.importorskip("matplotlib")
 
 from config import Config
 from nanonorm.errors import BadInput
-from scripts.runs import PAPER_ROWS
 from scripts.studies import gaps
 from scripts.studies.figures import STYLE, shades
-from scripts.studies.runs import FinishedRun, in_order
+from scripts.studies.runs import PAPER_ROWS, FinishedRun, in_order
 from scripts.studies.stats import T95, interval
 
 

@@ -112,7 +112,7 @@ def test_no_function_needs_scrolling():
         ("config/demo.py", "import sample"),
         ("begin.py", "from train import Step"),
         ("train.py", "from bench import time_rounds"),
-        ("train.py", "from scripts.runs import identity"),
+        ("train.py", "from scripts.sweep import grid"),
         ("bench.py", "from train import Step"),
         ("sample.py", "from begin import make_trained"),
         ("sample.py", "from running import launch"),
@@ -135,7 +135,7 @@ def test_a_second_hand_import_is_found():
 
 def test_what_is_allowed_is_not_found():
     assert not forbidden(
-        "scripts/speed/parts.py", "from train import Step\nfrom scripts import runs\nimport bench"
+        "scripts/speed/parts.py", "from train import Step\nfrom scripts import sweep\nimport bench"
     )
     assert not forbidden(
         "nanonorm/foldable/rules.py", "import torch.data\nfrom . import model\nimport nanonorm.files"

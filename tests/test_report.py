@@ -26,10 +26,9 @@ from forms import export_files
 from nanonorm.errors import one_line_errors
 from nanonorm.files import FORMAT, ROOT
 from scripts import report
-from scripts.runs import PAPER_ROWS
 from scripts.studies import papers, picture, residual
 from scripts.studies.figures import Figures, smooth
-from scripts.studies.runs import Unusable, load
+from scripts.studies.runs import PAPER_ROWS, Unusable, load
 from tests.conftest import tiny
 
 LOSS = {v: 3 + 0.03 * i for i, v in enumerate(PAPER_ROWS)}  # of seed 0; seed s adds s / 10 to it

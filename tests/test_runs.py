@@ -1,4 +1,4 @@
-"""When two runs are the same: what scripts/runs.py says of their settings, and what train.py makes."""
+"""When two runs are the same: what is said of their settings, and what train.py makes."""
 
 import shutil
 from dataclasses import asdict
@@ -10,7 +10,7 @@ import data
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError
-from scripts import runs
+from scripts.studies import runs
 from scripts.studies.runs import read_finished
 
 # Another value for each knob that only some runs read

@@ -25,8 +25,7 @@ from model import Transformer
 from nanonorm import machine
 from nanonorm.machine import pick_dtype
 from nanonorm.scale import diagnostics
-from scripts.runs import identity
-from scripts.studies.runs import read_finished
+from scripts.studies.runs import identity, read_finished
 
 
 def test_what_a_run_writes(reference, corpus):

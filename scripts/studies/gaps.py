@@ -18,9 +18,8 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
-from scripts.runs import NOT_THE_RUN, PAPER_ROWS
 from scripts.studies.figures import OTHER, STYLE, Figures, shades
-from scripts.studies.runs import FinishedRun, by_seed, collect, in_order, varying
+from scripts.studies.runs import NOT_THE_RUN, PAPER_ROWS, FinishedRun, by_seed, collect, in_order, varying
 from scripts.studies.stats import interval, relative, spread
 from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
 

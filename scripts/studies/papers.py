@@ -22,10 +22,19 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.typed import Count
-from scripts.runs import AUX_WEIGHT, PAPER_ROWS
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import draw_streams, stream_rms
-from scripts.studies.runs import SKIP, FinishedRun, Unusable, by_seed, collect, split, varying
+from scripts.studies.runs import (
+    AUX_WEIGHT,
+    PAPER_ROWS,
+    SKIP,
+    FinishedRun,
+    Unusable,
+    by_seed,
+    collect,
+    split,
+    varying,
+)
 from scripts.studies.stats import interval, relative, spread
 from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
 

@@ -1,23 +1,220 @@
-"""Finished runs: read from their folders, or refused with the reason; and which of them are alike."""
+"""A run's folder: what is in it and whether it is finished; and which runs are the same, or alike."""
 
 import json
 import math
+import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from config import Config
+from config import Config, added_later, free_on_resume
+from data import corpus_folder
+from forms import export_files
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.knobs import Needs, facts, is_read
 from nanonorm.log import check_header, logged_steps, read_log
-from nanonorm.run import MARKS
-from scripts.runs import NOT_THE_RUN, PAPER_ROWS, bad_export, counted, finite, tail
+from nanonorm.run import MARKS, first_good
 
+# The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
+# anchor does by itself
+PAPER_ROWS = {
+    "baseline": ("rmsnorm", "none", False),
+    "baseline_aux": ("rmsnorm", "none", True),
+    "internal": ("rmsnorm", "internal", False),
+    "internal_aux": ("rmsnorm", "internal", True),
+    "final": ("rmsnorm", "final", False),
+    "all": ("rmsnorm", "all", False),
+    "all_aux": ("rmsnorm", "all", True),
+    **{norm: (norm, "none", False) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")},
+}
+AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a flag gives another
+
+
+# ---------------------------------------------------------------------------------------------------------
+# when two runs are the same
+
+
+# Knobs that only some runs read: set anywhere else they would repeat a run by another name
+READ_BY = facts(Config, Needs)
+
+# A resume may change these, yet they make another run
+SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
+# Two records of one run may differ in these; the ratio is in the gate_end that it gave
+NOT_THE_RUN = free_on_resume() - SET_APART | {"gate_end_ratio"}
+NO_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
 # knobs that set no runs apart: what is compared, and where and how a run computes
 SKIP = {"dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph", *NOT_THE_RUN}
 
 
-class Unusable(Exception):
+def counted(settings: dict) -> dict:
+    """What sets a run with these settings apart from others: the knobs that it reads, in their order."""
+    later = {name: getattr(Config, name) for name in sorted(added_later() - set(settings))}
+    settings = settings | later
+    if settings.get("init_from") in NO_WEIGHTS:
+        settings["init_from"] = "scratch"
+    kept = {knob: value for knob, value in settings.items() if knob not in NOT_THE_RUN}
+    try:
+        config = Config.recorded(settings, "")
+    except BadInput:  # of another version, or damaged: nothing is known to be unread
+        return kept
+    return {knob: value for knob, value in kept.items() if is_read(knob, config)}
+
+
+def identity(settings: dict) -> str:
+    """What makes two runs the same, as text to compare."""
+    return json.dumps(counted(settings), sort_keys=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a run of a grid, and what its folder holds
+
+
+@dataclass(eq=False)
+class PlannedRun:
+    """One run of a grid: `argv` as train.py takes it, `settings` as it resolves them, `steps` last seen.
+    `anew` has the flags of argv that may still change when the run goes on."""
+
+    name: str
+    folder: Path
+    argv: list[str]
+    settings: dict
+    anew: list[str] = field(default_factory=list)
+    steps: int = 0
+
+    def last_line(self) -> dict:
+        """The last whole line of its metrics.jsonl, {} if there is none; updates `steps`."""
+        for text in reversed(tail(self.folder / "metrics.jsonl")):
+            with suppress(ValueError):  # a line that is being written
+                line = json_object(text)
+                step = line.get("iter", 0)
+                if type(step) is int:
+                    self.steps = step
+                    return line
+        return {}
+
+    def at_end(self) -> bool:
+        """Whether its log goes to its last step."""
+        line = self.last_line()
+        return "val/loss" in line and line.get("iter") == self.settings["max_iters"]
+
+
+def finite(value) -> bool:
+    """Whether a value from JSON is a number that can be drawn and averaged."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def bad_export(folder: Path, settings: dict) -> str:
+    """Why the exports of a finished run cannot be read; "" if they can."""
+    try:
+        for name in export_files(Config(**settings).model_config()):
+            read_file(folder / name)
+    except ModelError as e:
+        return str(e)
+    return ""
+
+
+def tail(path: str | Path) -> list[str]:
+    """The last lines of a file; none if it cannot be read."""
+    with suppress(OSError), open(path, "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - (1 << 16)))
+        return f.read().decode(errors="replace").split("\n")
+    return []
+
+
+def recorded_settings(folder: Path) -> dict | None:
+    """The settings in a run folder's config.json, None if they cannot be read."""
+    with suppress(OSError, ValueError):
+        return as_begun(folder, json_object((folder / "config.json").read_bytes()))
+    return None
+
+
+def settings_to_resume(folder: Path) -> dict | None:
+    """The settings of the checkpoint that train.py would go on with, None if it could with none."""
+    with suppress(BadInput):
+        file, *_ = first_good(folder / "ckpt.pt", folder / "ckpt.prev.pt", settings=Config)
+        return as_begun(folder, asdict(file["run"]))
+    return None
+
+
+def as_begun(folder: Path, settings: dict) -> dict:
+    """Recorded settings with the weights that the run began with: a resume by an earlier version wrote over
+    init_from everywhere but in the first line of the log."""
+    if settings.get("init_from") in ("resume", "auto"):
+        with suppress(OSError, BadInput, LookupError, TypeError):
+            begun = read_log(folder / "metrics.jsonl").header["settings"]
+            return settings | {"init_from": begun["init_from"]}
+    return settings
+
+
+def held(folder: Path) -> bool:
+    """Whether a process is at work in the folder."""
+    with suppress(BadInput), hold_folder(folder):
+        return False
+    return True
+
+
+COUNTS = ("tokenizer_sha256", "train_tokens", "val_tokens", "train_bytes", "val_bytes")  # of a text
+
+
+def is_of_another_text(run: PlannedRun) -> bool:
+    """Whether a run's corpus has been prepared anew since, from another text or for another tokenizer, by
+    what its meta.json counts. False where the log or the corpus does not tell."""
+    recorded = read_log(run.folder / "metrics.jsonl").header.get("corpus")
+    with suppress(OSError, ValueError):
+        now = json_object((corpus_folder(run.settings["dataset"]) / "meta.json").read_bytes())
+        return isinstance(recorded, dict) and any(recorded.get(k, now.get(k)) != now.get(k) for k in COUNTS)
+    return False
+
+
+def look(run: PlannedRun) -> tuple[str, str]:
+    """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
+    folder, recorded, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
+    checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
+    if not any((folder / name).exists() for name in MARKS):
+        return "new", ""
+    if held(folder):
+        return "refused", "is running elsewhere; wait for it, or end that process"
+    settings = settings_to_resume(folder) if recorded is None else recorded
+    if settings is not None and identity(settings) != identity(run.settings):
+        why = difference(settings, run.settings)
+        return "refused", f"holds a run of other settings ({why}); move {folder} away, or name another --out"
+    try:
+        cut = log.exists() and log.stat().st_size > 0 and read_log(log).cut
+    except BadInput as e:
+        remedy = f"mend or remove that line, or move {folder} away"
+        return "refused", f"has a log that cannot be continued: {e}; {remedy}"
+    if run.at_end() and recorded is not None and not cut and not bad_export(folder, run.settings):
+        if is_of_another_text(run):
+            other = f"is of another text than the corpus {run.settings['dataset']} holds now"
+            return "refused", f"{other}; move {folder} away, or name another --out"
+        return "finished", ""
+    if not any(path.exists() for path in checkpoints):
+        return "refused", f"has no ckpt.pt to go on with; remove {folder}"
+    return "resume", ""
+
+
+def difference(settings: dict, planned: dict) -> str:
+    """The first knob in which the run in a folder is not the planned one."""
+    planned = counted(planned)
+    for name, value in counted(settings).items():
+        if name in planned and json.dumps(value) != json.dumps(planned[name]):
+            return f"{name}={value}, not {planned[name]}"
+    return "written by another version"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# a finished run
+
+
+POSITIVE = ("taper/c.", "val/loss", "val/bpb", "s/target")  # metrics that are above zero
+SOMETIMES = ("val/", "train/spike", "grad/")  # that not every line has
+
+
+class Unusable(BadInput):
     """This run cannot be counted; the message says why."""
 
 
@@ -74,45 +271,43 @@ def by_seed(runs: list[FinishedRun], metric: str = "val/loss") -> dict[int, floa
 
 def load(folder: Path) -> FinishedRun:
     """The run in a folder. Raises: Unusable."""
-    try:
-        head, lines = read_finished(folder)
-    except Unusable as e:
-        said = [line for line in tail(f"{folder}.log") if "non-finite" in line]  # what the sweep kept of it
-        raise Unusable(f"{e} ({said[-1].strip()})" if said else str(e)) from None
+    head, lines = read_finished(folder)
     return FinishedRun(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
+
+
+def run_folders(path: Path) -> list[Path]:
+    """A run's folder, or all in a folder of runs. Raises: BadInput."""
+    if not path.is_dir():
+        raise BadInput(f"no folder {path}; name run folders, or folders of runs")
+    is_run = any((path / mark).exists() for mark in MARKS)
+    return [path] if is_run else sorted(p for p in path.iterdir() if p.is_dir())
 
 
 def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
     """(runs, {folder: why it is left out}) of run folders and folders of runs. Raises: BadInput for none."""
     runs, left_out, seen = [], {}, {}
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise BadInput(f"no folder {path}; name run folders, or folders of runs")
-        is_run = any((path / mark).exists() for mark in MARKS)
-        for folder in [path] if is_run else sorted(p for p in path.iterdir() if p.is_dir()):
-            try:
-                run = load(folder)
-                key = (run.variant, run.seed, repr(run.point))
-                if key in seen:
-                    raise Unusable(f"the same settings as {seen[key]}")
-                seen[key] = folder
-                runs.append(run)
-            except Unusable as e:
-                left_out[str(folder)] = str(e)
+    for folder in (folder for path in paths for folder in run_folders(Path(path))):
+        try:
+            run = load(folder)
+            key = (run.variant, run.seed, repr(run.point))
+            if key in seen:
+                raise Unusable(f"the same settings as {seen[key]}")
+            seen[key] = folder
+            runs.append(run)
+        except Unusable as e:
+            left_out[str(folder)] = str(e)
     if not runs:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise BadInput(f"no finished run in {', '.join(paths)}" + (f" ({why})" if why else ""))
     return runs, left_out
 
 
-def load_all(folder: Path) -> list[FinishedRun]:
-    """The run in a folder, or those in its folders by seed. Raises: Unusable, where one cannot be counted."""
-    is_run = any((folder / mark).exists() for mark in MARKS)
+def load_all(path: Path) -> list[FinishedRun]:
+    """The run in a folder, or those in its folders, by seed. Raises: BadInput if one cannot be counted."""
     try:
-        runs = [load(path) for path in ([folder] if is_run else sorted(folder.glob("*"))) if path.is_dir()]
+        return sorted(map(load, run_folders(path)), key=lambda run: run.seed)
     except Unusable as e:
-        raise Unusable(f"a run in {folder} cannot be used: {e}") from None
-    return sorted(runs, key=lambda run: run.seed)
+        raise Unusable(f"a run in {path} cannot be used: {e}") from None
 
 
 def read_finished(folder: Path) -> tuple[dict, list[dict]]:
@@ -126,48 +321,18 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
         settings = asdict(config)
         if log.cut:
             raise Unusable("half-written: the last line of metrics.jsonl was cut")
-        check_lines(log.header, log.lines, settings)
+        check_lines(log.header, log.lines, settings["max_iters"])
     except OSError:
         raise Unusable("no metrics.jsonl that can be read") from None
     except (BadInput, ModelError) as e:
         raise Unusable(str(e).removeprefix(f"{folder}/")) from None
-    why = bad_export(folder, settings)
-    if why:
+    if why := bad_export(folder, settings):
         raise Unusable(f"unfinished: {why}")
     return log.header | {"settings": settings}, log.lines
 
 
-def check_lines(header: dict, lines: list[dict], s: dict):
-    """Refuse a log that is not whole and finite up to the last step. Raises: Unusable."""
-    sites = []
-    if s["taper"] in ("internal", "all"):
-        sites += [f"taper/c.{i}.{kind}" for i in range(s["n_layer"]) for kind in ("attn", "mlp")]
-    if s["taper"] in ("final", "all"):
-        sites.append("taper/c.final")
-    end = s["max_iters"]
-    check_values(lines, end, positive={*sites, "val/loss", "val/bpb", "s/target"})
-
-    due = logged_steps(header, end)
-    logged = {line["iter"]: line for line in lines if "train/loss" in line}
-    for step in sorted(set(logged) ^ set(due)):
-        fault = "missing" if step in due else "unexpected"
-        raise Unusable(f"the log line of step {step} is {fault}")
-    needed = ["train/ce", "lr", "s/mean", "logits/l2", "perf/tok_s", *sites]
-    if s["aux_weight"] > 0:
-        needed.append("s/target")
-    if s["taper"] != "none":
-        needed.append("gate")
-    for step in due:
-        if step == end:
-            needed += ["val/loss", "val/bpb"]
-        for name in needed:
-            if name not in logged[step]:
-                raise Unusable(f"the log line of step {step} has no {name}")
-
-
-def check_values(lines: list[dict], end: int, positive: set[str]):
-    """Refuse lines that are out of order or end early, and values that are not finite, or not above zero
-    where they must be. Raises: Unusable."""
+def check_lines(header: dict, lines: list[dict], end: int):
+    """Refuse a log that is not in order, finite and whole up to step `end`. Raises: Unusable."""
     before = 0
     for number, line in enumerate(lines, 2):
         step = line.get("iter", 0)
@@ -179,16 +344,26 @@ def check_values(lines: list[dict], end: int, positive: set[str]):
                 # at gate 0 in mid-taper the network is one that nobody has trained yet
                 if name not in ("val/loss", "val/bpb") or step == end:
                     raise Unusable(f"{name} is not finite at step {step}")
-            elif not finite(value) or (name in positive and value <= 0):
+            elif not finite(value) or (name.startswith(POSITIVE) and value <= 0):
                 raise Unusable(f"metrics.jsonl:{number} is damaged ({name} has an impossible value)")
     if before < end:
         raise Unusable(f"unfinished: {before} of {end} steps")
+    logged = {line["iter"]: line for line in lines if "train/loss" in line}
+    due = logged_steps(header, end)
+    for step in sorted(set(logged) ^ set(due)):
+        fault = "missing" if step in due else "unexpected"
+        raise Unusable(f"the log line of step {step} is {fault}")
+    always = [name for name in logged[due[0]] if not name.startswith(SOMETIMES)]
+    for step in due:
+        for name in [*always, "val/loss", "val/bpb"] if step == end else always:
+            if name not in logged[step]:
+                raise Unusable(f"the log line of step {step} has no {name}")
 
 
 def read_json(path: Path, command: str) -> dict:
     """Raises: BadInput, which names the command that writes the file."""
     try:
-        return json.loads(path.read_bytes())
+        return json_object(path.read_bytes())
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read {path} ({e}); {command} writes it") from None
 
