@@ -43,6 +43,8 @@ from nanonorm.run import given_weights
 from nanonorm.typed import Count, Positive, Whole
 from scripts.convert import whole_folder
 from scripts.studies.figures import Figures
+from scripts.studies.residual import LINES, watched
+from scripts.studies.tables import markdown
 
 JUMP = 1.5  # a block whose growth is so many times the median's keeps RMSNorm
 KEPT = (0, 1, 2, 4)  # numbers of kept blocks in the table of choices
@@ -78,31 +80,16 @@ def stream_rms(model: Transformer, batches) -> torch.Tensor:
     """The stream's mean r before attention and before the MLP of each block, (2, n_layer, 2) in float64: at
     the first position of a window, and over all later ones. batches: ids (B, T)."""
     n_layer, norm = model.config.n_layer, RMSNorm(model.config.n_embd, model.config.norm_eps)
-    sums, tokens, before = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1), {}
+    sums, tokens = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1)
 
-    def add(i, where, h):
-        r = norm.inverse(h).reciprocal().double()[..., 0]  # (B, T)
-        sums[:, i, where] += torch.stack((r[:, 0].sum(), r[:, 1:].sum())).cpu()
+    def see(i, *stream):
+        r = torch.stack([norm.inverse(h).reciprocal().double()[..., 0] for h in stream])  # (2, B, T)
+        sums[:, i] += torch.stack((r[..., 0].sum(1), r[..., 1:].sum((1, 2)))).cpu()
 
-    def before_block(i):
-        def hook(module, args):
-            before[i] = args[0]
-            add(i, 0, args[0])
-
-        return hook
-
-    def after_attention(i):
-        return lambda module, args, out: add(i, 1, before.pop(i) + out)
-
-    hooks = []
-    for i, block in enumerate(model.blocks):
-        hooks.append(block.register_forward_pre_hook(before_block(i)))
-        hooks.append(block.attn.proj.register_forward_hook(after_attention(i)))
-    for idx in batches:
-        model(idx, last_only=True)
-        tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
-    for hook in hooks:
-        hook.remove()
+    with watched(model, see):
+        for idx in batches:
+            model(idx, last_only=True)
+            tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
     return sums / tokens
 
 
@@ -187,17 +174,12 @@ def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, ke
 # told
 
 
-def markdown(head: list[str], rows: list) -> str:
-    lines = [head, ["---:"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
-
-
 def rms_table(rms, growth) -> str:
     head = ["block", "before attention", "before the MLP", "alpha", "first position", "before its MLP"]
     rows = []
     for i, (first, later) in enumerate(zip(*rms.tolist(), strict=True)):
         rows.append([i, *(f"{v:.4g}" for v in (*later, growth[i].item(), *first))])
-    return markdown(head, rows)
+    return markdown(rows, head)
 
 
 def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: tuple) -> str:
@@ -216,7 +198,7 @@ def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: t
         values = f"{low:.4f}" if low == high else f"{low:.4f} to {high:.4f}"
         numbers = f"{d.after:.4f}", f"{d.after - d.before:+.4f}", f"{d.kl:.5f}"
         rows.append([kept, alpha, values, *numbers, "written" if (kept, alpha) == chosen else ""])
-    return markdown(head, rows)
+    return markdown(rows, head)
 
 
 def as_json(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], proposed: int) -> dict:
@@ -228,26 +210,21 @@ def as_json(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], pr
     return {"rms": rms.tolist(), "growth": growth.tolist(), "proposed_keep": proposed, "choices": choices}
 
 
-def draw(folder: Path, rms, growth, keep: int):
-    """rms.png: the stream by block, the first position apart, and its growth within a block."""
-    figures = Figures(folder)
+def draw(figures: Figures, rms, growth, keep: int) -> str:
+    """The stream by block, the first position apart, and its growth within a block; returns its markdown."""
     fig, axes = figures.axes(1, 3, 2.4)
     blocks = np.arange(len(growth))
     for ax, title, values in zip(axes, ("first position", "later positions"), rms.numpy(), strict=False):
-        for where, (name, colour, line) in enumerate(
-            (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
-        ):
-            ax.plot(blocks, values[:, where], line, color=colour, marker="o", markersize=3, label=name)
+        for (name, colour, line), of_place in zip(LINES, values.T, strict=True):
+            ax.plot(blocks, of_place, line, color=colour, marker="o", markersize=3, label=name)
         figures.log_scale(ax, values.min() / 1.5, values.max() * 1.5)
         ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
     axes[2].plot(blocks, growth, color="#000000", marker="o", markersize=3)
-    if keep:
-        axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3)
-    title = "growth (grey: kept)" if keep else "growth in a block"
-    axes[2].set(xlabel="block", ylabel="alpha", title=title)
+    axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3 if keep else 0)
+    axes[2].set(xlabel="block", ylabel="alpha", title="growth in a block (grey: kept)")
     for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    figures.save(fig, "rms", axes[0])
+        figures.whole_numbers(ax)
+    return figures.save(fig, "rms", axes[0])
 
 
 def main():
@@ -295,14 +272,11 @@ def main():
         for name, content in load_tokenizer(data_folder / corpus["tokenizer"]).files.items():
             with atomic_write(folder / name) as f:
                 f.write(content)
-        with atomic_write(folder / "couple.md", "w") as f:
-            settings = " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
-            f.write(
-                "\n\n".join([f"# {words[0]} with CoupledNorm", settings, *tables, "![rms](rms.png)"]) + "\n"
-            )
+        figures, settings = Figures(folder), " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
+        shown = draw(figures, rms, growth, keep)
+        figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         with atomic_write(folder / "couple.json", "w") as f:
             f.write(json.dumps(as_json(rms, growth, found, proposed), indent=1) + "\n")
-        draw(folder, rms, growth, keep)
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")
 

@@ -46,6 +46,7 @@ from nanonorm.typed import Count, Positive
 from scripts.exports.networks import Network, open_network
 from scripts.studies import calibration
 from scripts.studies.table4 import CONTEXT, paper_says, row_of
+from scripts.studies.tables import markdown
 
 PERCENTILES = {"p2.5": 2.5, "median": 50.0, "p97.5": 97.5, "p99.9": 99.9}
 
@@ -190,43 +191,31 @@ def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla:
 # the table
 
 
-COLUMNS = {  # head -> (key of a row, its form, width)
-    "mean": ("ce", ".4f", 9),
-    "no end": ("ce_no_end", ".4f", 9),
-    "median": ("median", ".4f", 7),
-    "2.5%": ("p2.5", ".4f", 7),
-    "97.5%": ("p97.5", ".3f", 7),
-    "99.9%": ("p99.9", ".3f", 7),
-    "perplexity": ("perplexity", ".5g", 10),
-    "bits/byte": ("bits_per_byte", ".4f", 9),
-    "gap": ("gap", "+.4f", 8),
-    "paper": ("paper", ".4f", 8),
-    "its gap": ("paper_gap", "+.4f", 8),
+COLUMNS = {  # head -> (key of a row, its form)
+    "mean": ("ce", ".4f"),
+    "no end": ("ce_no_end", ".4f"),
+    "median": ("median", ".4f"),
+    "2.5%": ("p2.5", ".4f"),
+    "97.5%": ("p97.5", ".3f"),
+    "99.9%": ("p99.9", ".3f"),
+    "perplexity": ("perplexity", ".5g"),
+    "bits/byte": ("bits_per_byte", ".4f"),
+    "gap": ("gap", "+.4f"),
+    "paper": ("paper", ".4f"),
+    "its gap": ("paper_gap", "+.4f"),
 }
 
 
-def print_rows(rows, names: list[str], texts: list[str]) -> list[dict]:
-    """Print the rows as they come, and return them."""
-    first = [max(map(len, ("model", *names))), max(map(len, ("data", *texts)))]
-    widths = [width for _, _, width in COLUMNS.values()]
-
-    def line(labels, cells):
-        left = [f"{label:<{w}}" for label, w in zip(labels, first, strict=True)]
-        right = [f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)]
-        print("| " + " | ".join(left + right) + " |", flush=True)
-
-    print()
-    line(("model", "data"), COLUMNS)
-    print("|" + "|".join(["-" * (w + 2) for w in first] + ["-" * (w + 1) + ":" for w in widths]) + "|")
-    printed = []
+def loss_table(rows: list[dict]) -> str:
+    table = []
     for row in rows:
-        values = [(row[key], form) for key, form, _ in COLUMNS.values()]
-        line((row["model"], row["data"]), ["-" if v is None else format(v, form) for v, form in values])
-        printed.append(row)
-    return printed
+        values = [(row[key], form) for key, form in COLUMNS.values()]
+        cells = ["-" if v is None else format(v, form) for v, form in values]
+        table.append([row["model"], row["data"], *cells])
+    return markdown(table, ["model", "data", *COLUMNS])
 
 
-def print_calibration(k: Evaluate, networks, texts: list[Text], T: int, device) -> list[dict]:
+def calibrations(k: Evaluate, networks, texts: list[Text], T: int, device) -> list[dict]:
     """Print a table a network and text; returns the rows of all. Raises: BadInput."""
     found = []
     for network in networks:
@@ -237,7 +226,7 @@ def print_calibration(k: Evaluate, networks, texts: list[Text], T: int, device) 
             some = (idx for _, idx in batches(blocks, k.batch_size, device, network.title))
             rows = calibration.measure(network.model, some, device)
             print(f"\n{network.name} on {text.name}, {len(blocks):,} blocks of {T:,}\n")
-            calibration.print_table(rows)
+            print(calibration.table(rows))
             found += [{"model": network.name, "data": text.name, **row} for row in rows]
     return found
 
@@ -312,12 +301,11 @@ def main(argv: list[str]):
 
     loaded = opened(networks, k, device)
     if k.calibration:
-        rows = print_calibration(k, loaded, texts, T, device)
+        rows = calibrations(k, loaded, texts, T, device)
     else:
         vanilla: dict[str, float] = {}
-        pairs = ((network, text) for network in loaded for text in texts)
-        rows = (evaluate(network, text, T, k, device, vanilla) for network, text in pairs)
-        rows = print_rows(rows, names, [text.name for text in texts])
+        rows = [evaluate(network, text, T, k, device, vanilla) for network in loaded for text in texts]
+        print(f"\n{loss_table(rows)}")
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}

@@ -10,9 +10,11 @@ The first word chooses the report; `python scripts/report.py gaps --help` explai
 scripts/studies/, and all share its statistics, tables and figures. Needs matplotlib.
 """
 
+import shlex
 import sys
 
-from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
+from nanonorm.cli import parse  # not found? pip install -e .
+from nanonorm.errors import BadInput, one_line_errors
 from scripts.studies import couple, gaps, gpt2, papers, picture
 
 REPORTS = {"papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "picture": picture}
@@ -22,7 +24,10 @@ def main(argv: list[str]):
     if argv[:1] in (["--help"], ["-h"]):
         print(__doc__)
     elif argv[:1] and argv[0] in REPORTS:
-        REPORTS[argv[0]].main(argv[1:])
+        report = REPORTS[argv[0]]
+        k, _, words = parse(report.Knobs, argv[1:], usage=report.__doc__)
+        command = "    " + shlex.join(["python", "scripts/report.py", *argv])
+        print(report.main(k, words, command))
     else:
         said = f"no report {argv[0]}" if argv else "name a report"
         raise BadInput(f"{said}: python scripts/report.py takes one of {', '.join(REPORTS)} first")

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from config import Config
+from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from scripts.studies import gaps
 from scripts.studies.figures import STYLE, shades
@@ -63,9 +64,10 @@ def gates(ends=(50, 100, 200), rate: float = 1e-3, times: float = 1.0) -> list[F
 def report(monkeypatch, out, runs, *flags):
     """What gaps makes of some runs: (the panels of its figure, gaps.md)."""
     panels = []
+    k, _, words = parse(gaps.Knobs, ["out/x", *flags, f"--out={out}"])
     monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {"out/x": "unfinished"}))
     monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: panels.extend(fig.axes))
-    gaps.main(["out/x", *flags, f"--out={out}"])
+    gaps.main(k, words, "")
     return panels, (out / "gaps.md").read_text()
 
 
@@ -229,12 +231,13 @@ def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     """CoupledNorm costs 2, 3, 4%; with a GELU there are two pairs."""
     (ax,), _ = report(monkeypatch, tmp_path, grid(), "--by=mlp")
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=False (n=2-3)"]
-    x, (gelu, y) = line.lines[0].get_data()
+    (gelu, swiglu), y = line.lines[0].get_data()
     (bar,), half = bars_of(line), 4.303 / np.sqrt(3)
-    assert bar.T[0] == pytest.approx([3 - half, 3 + half]) and set(bar.T[1]) == {y}
-    assert list(x) == pytest.approx([0, 3]) and ax.get_xscale() == "linear"
-    dots = {ys[0]: list(xs) for xs, ys in (d.get_data() for d in ax.lines if d.get_marker() == ".")}
-    assert dots[y] == pytest.approx([2, 3, 4]) and dots[gelu] == pytest.approx([0, 0])
+    assert bar.T[1] == pytest.approx([3 - half, 3 + half]) and set(bar.T[0]) == {swiglu}
+    assert list(y) == pytest.approx([0, 3]) and ax.get_yscale() == "linear"
+    dots = {xs[0]: list(ys) for xs, ys in (d.get_data() for d in ax.lines if d.get_marker() == ".")}
+    assert dots[swiglu] == pytest.approx([2, 3, 4]) and dots[gelu] == pytest.approx([0, 0])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["gelu", "swiglu"]
 
 
 def test_a_failed_run_does_not_press_the_others_together(monkeypatch, tmp_path):
@@ -243,7 +246,7 @@ def test_a_failed_run_does_not_press_the_others_together(monkeypatch, tmp_path):
         if made.settings["coupled_grad"]:
             made.lines[-1]["val/loss"] *= 1.3
     (ax,), _ = report(monkeypatch, tmp_path, runs, "--by=mlp")
-    assert ax.get_xscale() == "symlog" and "logarithmic" in ax.get_xlabel()
+    assert ax.get_yscale() == "symlog" and "logarithmic" in ax.get_ylabel()
 
 
 def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from model import CoupledBlock, Norm, Taper, Transformer
 from nanonorm.errors import BadInput
 from nanonorm.kernels import upcast
 from nanonorm.machine import widest_float
+from scripts.studies.tables import markdown
 
 EPS = 1e-5  # of GPT-2's LayerNorm; in place of an eps so large that the norm is a fixed scaling
 
@@ -86,18 +87,12 @@ COLUMNS = {
 }  # head -> key of a row
 
 
-def print_table(rows: list[dict]):
-    """Print a Markdown table, and what is lowest in it."""
-    widths = [max(len("norm"), *(len(row["site"]) for row in rows)), *map(len, COLUMNS)]
-
-    def line(cells):
-        print("| " + " | ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)) + " |", flush=True)
-
-    line(("norm", *COLUMNS))
-    print("|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    for row in rows:
-        forms = {key: ".3f" if key.startswith("c_") else ".4g" for key in COLUMNS.values()}
-        line([row["site"], *(format(row[key], form) for key, form in forms.items())])
+def table(rows: list[dict]) -> str:
+    """A table in Markdown, and what is lowest in it."""
+    forms = {key: ".3f" if key.startswith("c_") else ".4g" for key in COLUMNS.values()}
+    cells = ([row["site"], *(format(row[key], form) for key, form in forms.items())] for row in rows)
+    said = [markdown(cells, ["norm", *COLUMNS])]
     for head, what in (("c* sigma", "with position 0"), ("c* sigma, skip first", "without it")):
         worst = min(rows, key=lambda row: row[COLUMNS[head]])
-        print(f"c* sigma {what}: {worst[COLUMNS[head]]:.3f} at the lowest, {worst['site']}")
+        said.append(f"c* sigma {what}: {worst[COLUMNS[head]]:.3f} at the lowest, {worst['site']}")
+    return "\n".join(said)

@@ -16,21 +16,21 @@ import torch
 from data import corpus_folder, open_corpus
 from data.sampling import windows
 from forms import load_model
-from nanonorm.cli import parse
 from nanonorm.distill import fingerprint
 from nanonorm.divergence import Divergence, divergence
-from nanonorm.errors import BadInput, ModelError
+from nanonorm.errors import BadInput
 from nanonorm.files import read_file
 from nanonorm.plots import COLOURS
 from scripts.couple import draw as draw_rms
 from scripts.couple import rms_table
 from scripts.studies.figures import Figures, curve
-from scripts.studies.runs import FinishedRun, Unusable, by_seed, load_all, network_lines, read_json
+from scripts.studies.runs import FinishedRun, about, by_seed, load_all, read_json
 from scripts.studies.stats import differences, interval, spread
-from scripts.studies.tables import command_line, markdown, report_folder, write_markdown
+from scripts.studies.tables import markdown
 
 STOPPED, THROUGH = "_stopped", "_through"
 MAY_DIFFER = {"seed", "out_dir", "init_from", "coupled_from_layer", "coupled_grad"}  # in runs compared here
+SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "block_size")  # what is said of the network
 LEAST = 1e-3  # nats: of a smaller loss no share is told
 SHOWN = 5  # columns of a distillation's validations
 
@@ -110,23 +110,12 @@ def distances(folder: Path, base: Path, run: FinishedRun, choices: list[str]) ->
 # told
 
 
-def preamble(base: FinishedRun, runs: Runs) -> str:
-    """What the numbers are of."""
-    versions, every = base.head["versions"], [run for found in runs.values() for run in found]
-    s = every[0].settings
+def in_short(found: list[FinishedRun]) -> str:
+    """How the distillations of a choice were made."""
+    s, seeds = found[0].settings, ", ".join(str(run.seed) for run in found)
     how = f"{s['adapter']}, rank {s['adapter_rank']}, alpha {s['adapter_alpha']:g}, learning rate "
     how += f"{s['learning_rate']:g}, {s['max_iters']:,} steps of {s['batch_size'] * s['block_size']:,} tokens"
-    seeds = ", ".join(str(run.seed) for run in next(iter(runs.values())))
-    commits, types = ({str(run.head["versions"][name]) for run in every} for name in ("commit", "dtype"))
-    text = [
-        *network_lines(base, ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "block_size")),
-        f"- Distillation: {how}; seeds {seeds}; {', '.join(sorted(types))}",
-        "- ± is a standard deviation over seeds; differences by pairs of the same seed have 95% intervals by "
-        "Student's t",
-        f"- {versions['processor']}, torch {versions['torch']}; pre-training in {versions['dtype']}; commit "
-        f"{versions['commit']} of the network, {', '.join(sorted(commits))} of the distillations",
-    ]
-    return "\n".join(text)
+    return f"distillations by {how}; seeds {seeds}"
 
 
 def untrained_table(choices: list[dict]) -> str:
@@ -176,42 +165,42 @@ def draw_distilled(figures: Figures, runs: Runs, before: dict[str, Divergence], 
     """KL and loss above the teacher's over the steps, the untrained network's at step 0."""
     fig, axes = figures.axes(1, 2, 3.0)
     starts = list(dict.fromkeys(map(start_of, runs)))
-    for ax, metric, title in zip(
-        axes, ("val/kl", "val/loss"), ("KL to the teacher", "Loss above the teacher's"), strict=True
-    ):
-        lowest, highest = [], []
+    titles = {"val/kl": "KL to the teacher", "val/loss": "Loss above the teacher's"}
+    for ax, (metric, title) in zip(axes, titles.items(), strict=True):
+        values = []
         for name, found in runs.items():
             at = before[start_of(name)]
             first, less = (at.kl, 0) if metric == "val/kl" else (at.after - at.before, teacher)
             x, y = curve(found, metric)
             x, y = np.insert(x, 0, 0), np.insert(y - less, 0, first, axis=1)
             look = {"color": COLOURS[starts.index(start_of(name)) % len(COLOURS)], "dots": True}
-            look |= {
-                "linestyle": "--" if name.endswith(THROUGH) else "-",
-                "label": in_words(name, len(found)),
-            }
+            look |= {"linestyle": "--" if name.endswith(THROUGH) else "-"}
+            look |= {"label": in_words(name, len(found))}
             figures.draw(ax, "distilled", metric, name, x, y, **look)
-            lowest.append(y.min())
-            highest.append(y.max())
-        if min(lowest) > 0:
-            figures.log_scale(ax, min(lowest) / 1.5, max(highest) * 1.5)
+            values.append(y.ravel())
+        if (every := np.concatenate(values)).min() > 0:
+            figures.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
         ax.set(xlabel="optimizer step", ylabel="nats per token", title=title)
     return figures.save(fig, "distilled", axes[0])
 
 
-def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
-    """(blocks of markdown, the figures with their points). Raises: BadInput, ModelError, Unusable."""
+def main(k: Knobs, words: list[str], command: str) -> str:
+    if len(words) != 1:
+        raise BadInput("name the folder of the runs: python scripts/report.py couple out/coupled_posthoc")
+    folder = Path(words[0])
     runs, (base,) = distillations(folder), load_all(Path(k.base))
     refuse_other_teachers(runs, Path(k.base))
-    figures, choices = Figures(report_folder(k.out)), list(dict.fromkeys(map(start_of, runs)))
+    figures, choices = Figures(k.out), list(dict.fromkeys(map(start_of, runs)))
     start = read_json(folder / "start" / choices[0] / "couple.json", "scripts/couple.py")
-    before = distances(folder, Path(k.base), next(iter(runs.values()))[0], choices)
+    every = [run for found in runs.values() for run in found]
+    before = distances(folder, Path(k.base), every[0], choices)
     teacher = next(iter(before.values())).before
     rms, growth = torch.tensor(start["rms"]), torch.tensor(start["growth"])
-    draw_rms(figures.out, rms, growth, 0)
-    text = [preamble(base, runs), "## The stream", rms_table(rms, growth)]
+    how = in_short(next(iter(runs.values())))
+    text = ["# CoupledNorm in a trained network", command, about(base, every, SHAPE, how)]
+    text += ["## The stream", rms_table(rms, growth), draw_rms(figures, rms, growth, 0)]
     text.append("Means of r over tokens; alpha is of all positions but the first.")
-    text += ["![rms](rms.png)", "## Coupled, and not trained", untrained_table(start["choices"])]
+    text += ["## Coupled, and not trained", untrained_table(start["choices"])]
     text.append(
         "KL to the original, in brackets the loss above the original's, nats a token, on windows from all of "
         f"the validation split, where the original's is {start['choices'][0]['original']:.4f}."
@@ -223,18 +212,4 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
     )
     text += [through_less_stopped(runs), draw_distilled(figures, runs, before, teacher)]
     text.append("The gradient stopped at the statistic or through it; a dot is one run, a line their mean.")
-    return text, figures
-
-
-def main(argv: list[str]):
-    k, _, words = parse(Knobs, argv, usage=__doc__)
-    if len(words) != 1:
-        raise BadInput("name the folder of the runs: python scripts/report.py couple out/coupled_posthoc")
-    try:
-        text, figures = report(k, Path(words[0]))
-    except (Unusable, ModelError) as e:
-        raise BadInput(str(e)) from None
-    title = ["# CoupledNorm in a trained network", command_line("couple", argv)]
-    write_markdown(figures.out / "report.md", [*title, *text])
-    figures.write_curves()
-    print(f"wrote {figures.out / 'report.md'}, curves.csv and the figures")
+    return figures.write("report.md", text)

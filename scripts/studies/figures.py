@@ -14,7 +14,7 @@ from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot
 from scripts.studies.runs import FinishedRun
 from scripts.studies.stats import interval
-from scripts.studies.tables import write_csv
+from scripts.studies.tables import report_folder, write_csv, write_markdown
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
 STYLE = {
@@ -90,16 +90,21 @@ def rows_needed(cells: int, columns: int) -> int:
 
 
 class Figures:
-    """Draws and writes into a folder; keeps the numbers behind the curves."""
+    """Draws and writes into a folder, which is made if it is not there; keeps the numbers behind the curves.
+    Raises: BadInput if it cannot be made, or matplotlib is not installed."""
 
-    def __init__(self, out: Path):
-        self.plt, self.out = styled_pyplot(), out
+    def __init__(self, out: str | Path):
+        self.plt, self.out = styled_pyplot(), report_folder(out)
         self.points = []  # rows of COLUMNS
 
     def axes(self, rows: int, columns: int, height: float, **shared):
         size = {"figsize": (WIDTH, height), "layout": "constrained", "squeeze": False}
         fig, axes = self.plt.subplots(rows, columns, **size, **shared)
         return fig, axes.flatten()
+
+    def whole_numbers(self, ax):
+        """Ticks of the x axis are blocks."""
+        ax.xaxis.get_major_locator().set_params(integer=True)
 
     def log_scale(self, ax, low: float, high: float):
         """A logarithmic y axis with plain numbers."""
@@ -128,19 +133,14 @@ class Figures:
         for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
-    def dots(self, ax, at: list, values: list[list], across=False, bars=True, **look):
+    def dots(self, ax, at: list, values: list[list], bars=True, **look):
         """Several values at each place: their mean, a dot each, and of three or more the 95% interval."""
         found = [interval(several) for several in values]
         half = [i.half if bars and i.n > 2 else math.nan for i in found]
-        means = [i.mean for i in found]
-        if across:
-            ax.errorbar(means, at, xerr=half, **look)
-        else:
-            ax.errorbar(at, means, yerr=half, **look)
+        ax.errorbar(at, [i.mean for i in found], yerr=half, **look)
         dots = {"linestyle": "none", "marker": ".", "color": "#000000", "markersize": 2.5, "zorder": 3}
         for place, several in zip(at, values, strict=True):
-            places = [place] * len(several)
-            ax.plot(*((several, places) if across else (places, several)), **dots)
+            ax.plot([place] * len(several), several, **dots)
 
     def panels(self, name: str, panels: list[Panel], rows: dict, variants, columns=2, height=3.2) -> str:
         """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""
@@ -179,9 +179,8 @@ class Figures:
         """Write NAME.png with one legend below the axes; returns the markdown that shows it."""
         if legend_from is not None:
             handles, labels = legend_from.get_legend_handles_labels()
-            columns = max(
-                1, min(3, 95 // (10 + max(map(len, labels), default=0)))
-            )  # what fits below the axes
+            longest = max(map(len, labels), default=0)
+            columns = max(1, min(3, 95 // (10 + longest)))  # what fits below the axes
             rows = rows_needed(len(labels), columns)
             fig.set_figheight(fig.get_figheight() + 0.19 * max(0, rows - 2))
             fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
@@ -190,5 +189,9 @@ class Figures:
         self.plt.close(fig)
         return f"![{name}]({name}.png)"
 
-    def write_curves(self):
-        write_csv(self.out / "curves.csv", COLUMNS, self.points)
+    def write(self, name: str, blocks: list[str]) -> str:
+        """Write a report of these figures, and curves.csv where there are curves; returns what to say."""
+        write_markdown(self.out / name, blocks)
+        if self.points:
+            write_csv(self.out / "curves.csv", COLUMNS, self.points)
+        return f"wrote {self.out / name} with its figures and numbers"

@@ -11,17 +11,25 @@ interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and 
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from config import Config
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from scripts.studies.figures import OTHER, STYLE, Figures, shades
-from scripts.studies.runs import NOT_THE_RUN, PAPER_ROWS, FinishedRun, by_seed, collect, in_order, varying
+from scripts.studies.runs import (
+    PAPER_ROWS,
+    FinishedRun,
+    by_seed,
+    collect,
+    in_order,
+    refuse_knob,
+    varying,
+    versions_of,
+)
 from scripts.studies.stats import interval, relative, spread
-from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
+from scripts.studies.tables import markdown, write_csv
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
@@ -151,61 +159,53 @@ def looks(found: list[Cell]) -> dict[str, dict]:
     return drawn
 
 
-def draw(figures: Figures, found: list[Cell], by: tuple[str, ...], to: str):
-    """The gaps, a line of the axis a group."""
-    found = [cell for cell in found if cell.gaps]
+def draw(figures: Figures, found: list[Cell], k: Knobs):
+    """The gaps over the values of --against, a panel a group; without it over the groups. Where the variant
+    that others are compared with has values of --against too, a row of panels below has the losses."""
+    found = [cell for cell in found if (cell.at is not None if k.against else cell.gaps)]
     groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
-    fig, (ax,) = figures.axes(1, 1, max(1.7, 1.0 + 0.15 * len(groups) * (len(drawn) + 1)))  # room for a label
-    for i, (name, look) in enumerate(drawn.items()):
-        mine = [cell for cell in found if cell.what == name]
-        at = [groups.index(cell.group) + 0.7 * ((i + 0.5) / len(drawn) - 0.5) for cell in mine]
-        figures.dots(ax, at, [list(cell.gaps.values()) for cell in mine], across=True, **look)
-    widest = max(abs(gap) for cell in found for gap in cell.gaps.values())
-    if widest > 10:  # a failed run would press all the others together
-        ax.set_xscale("symlog", linthresh=1)
-        ax.xaxis.set_major_formatter("{x:g}")
-    ax.axvline(0, color="#000000", linewidth=0.8)
-    ax.set_yticks(range(len(groups)), [", ".join(map(str, group)) for group in groups])
-    ax.set_ylim(len(groups) - 0.5, -0.5)
-    label = f"gap to {to} of the same seed, %" + ("\n(logarithmic beyond 1)" if widest > 10 else "")
-    ax.set(xlabel=label, ylabel=",\n".join(by))
-    figures.save(fig, "gaps", ax)
-
-
-def draw_against(figures: Figures, found: list[Cell], by: tuple[str, ...], to: str, against: str):
-    """The gaps over a knob's values, a panel a group. Where `to` has values of the knob too, a row of panels
-    below has the losses."""
-    found = [cell for cell in found if cell.at is not None]
-    has_losses = any(cell.variant == to for cell in found)
-    rows = {"gap": f"gap to {to}\nof the same seed, %"} | ({"loss": "val/loss"} if has_losses else {})
-    groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
+    rows = {"gap": f"gap to {k.to}\nof the same seed, %"}
+    if any(cell.variant == k.to for cell in found):
+        rows["loss"] = "val/loss"
+    titles = [", ".join(f"{knob}={value}" for knob, value in zip(k.by, g, strict=True)) for g in groups]
+    if not k.against:
+        found = [replace(cell, group=(), at=groups.index(cell.group)) for cell in found]
+        names, groups, titles = ["\n".join(map(str, group)) for group in groups], [()], [""]
     fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows), sharex="col", sharey="row")
     axes = axes.reshape(len(rows), len(groups))
     for panels, (y, label) in zip(axes, rows.items(), strict=True):
         panels[0].set_ylabel(label)
         for ax, group in zip(panels, groups, strict=True):
-            draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y)
-    for ax, group in zip(axes[0], groups, strict=True):
+            here = [cell for cell in found if cell.group == group]
+            draw_settings(figures, ax, here, drawn, y, joined=k.against is not None)
+    for ax, title in zip(axes[0], titles, strict=True):
         ax.axhline(0, color="#000000", linewidth=0.8)
-        ax.set_title(", ".join(f"{knob}={value}" for knob, value in zip(by, group, strict=True)))
+        ax.set_title(title)
+    if max(abs(gap) for cell in found for gap in cell.gaps.values()) > 10:
+        axes[0, 0].set_yscale("symlog", linthresh=1)  # a failed run would press all the others together
+        axes[0, 0].yaxis.set_major_formatter("{x:g}")
+        axes[0, 0].set_ylabel(f"{rows['gap']}\n(logarithmic beyond 1)")
     for ax in axes[-1]:
-        ax.set_xlabel(against)
+        ax.set_xlabel(k.against or ", ".join(k.by))
+    if not k.against:
+        ax.set_xticks(range(len(names)), names)
     figures.save(fig, "gaps", axes[-1, -1])
 
 
-def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict], y: str):
-    """One panel of y, gap or loss. Neighbours with the same seeds are joined."""
+def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict], y: str, joined: bool):
+    """One panel of y, gap or loss; joined: neighbours with the same seeds are."""
     ticks = sorted({cell.at for cell in here})
     low, high = ticks[0], ticks[-1]
     wide = 0 < 10 * low <= high
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
-        aside = (2 * i - len(drawn) + 1) / 80 / max(1, len(drawn) - 1)  # so that no bar hides another
-        x = [v.at * (high / low) ** aside if wide else v.at + (high - low) * aside for v in mine]
+        aside = (2 * i - len(drawn) + 1) / max(1, len(drawn) - 1)  # so that no bar hides another
+        reach = (high - low) / 80 if joined else 0.35
+        x = [v.at * (high / low) ** (aside / 80) if wide else v.at + aside * reach for v in mine]
         values = [list(cell.values(y).values()) for cell in mine]
         figures.dots(ax, x, values, bars=y == "gap", **look)
         for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, values, strict=True)), strict=True):
-            if a.values(y).keys() == b.values(y).keys():
+            if joined and a.values(y).keys() == b.values(y).keys():
                 line = [(at, sum(of) / len(of)) for at, of in ends]
                 ax.plot(*zip(*line, strict=True), color=look["color"], linewidth=1.0)
     if wide:
@@ -223,10 +223,7 @@ def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
     """Raises: BadInput."""
     named = [*((knob, "by") for knob in k.by), *([(k.against, "against")] if k.against else [])]
     for knob, flag in named:
-        if knob not in {f.name for f in fields(Config)}:
-            raise BadInput(f"--{flag}={knob}: train.py has no such knob")
-        if knob in NOT_THE_RUN:
-            raise BadInput(f"--{flag}={knob}: it sets no runs apart")
+        refuse_knob(flag, knob)
         for run in finished:
             value = run.settings[knob]
             if flag == "by" and not is_read(knob, Config(**run.settings)):
@@ -240,8 +237,7 @@ def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
         raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
 
 
-def main(argv: list[str]):
-    k, _, paths = parse(Knobs, argv, usage=__doc__)
+def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
     finished, left_out = collect(paths)
@@ -251,31 +247,23 @@ def main(argv: list[str]):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
         raise BadInput(f"--against={k.against}: no run reads it")
-    figures = Figures(report_folder(k.out))
-    if k.against is None:
-        draw(figures, found, k.by, k.to)
-    else:
-        draw_against(figures, found, k.by, k.to, k.against)
-    versions = []
-    for name in ("commit", "processor", "torch", "dtype"):
-        values = sorted({str(run.head["versions"].get(name)) for run in finished})
-        versions.append(f"{name} {', '.join(values)}")
-    text = [f"# Gaps to {k.to}", command_line("gaps", argv), table_text(found, k.by, k.against)]
+    figures = Figures(k.out)
+    draw(figures, found, k)
+    versions = versions_of(finished, ("commit", "processor", "torch", "dtype"))
+    text = [f"# Gaps to {k.to}", command, table_text(found, k.by, k.against)]
     text.append(
         "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
         "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
-        f"{len(finished)} runs; {'; '.join(versions)}."
+        f"{len(finished)} runs; {versions}."
     )
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append("A dot is a run or a pair of runs; a bar the interval of three pairs and more.")
-    write_markdown(figures.out / "gaps.md", text)
-    head = ["what", "seed", "loss", "scale", "folder", "gap", *([k.against] if k.against else []), *k.by]
-    table = []
+    against = [k.against] if k.against else []
+    head, table = ["what", "seed", "loss", "scale", "folder", "gap", *against, *k.by], []
     for cell in found:
-        at = [cell.at] if k.against else []
         for run in cell.runs:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
-            table.append([cell.what, *numbers, *at, *cell.group])
+            table.append([cell.what, *numbers, *([cell.at] if against else []), *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)
-    print(f"{len(finished)} runs, {len(left_out)} left out; wrote {figures.out / 'gaps.md'}, .csv and .png")
+    return f"{len(finished)} runs, {len(left_out)} left out; {figures.write('gaps.md', text)}"

@@ -14,21 +14,21 @@ from pathlib import Path
 import numpy as np
 
 from config import Config
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
 from scripts.studies.calibration import COLUMNS
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import draw_streams, stream_rms
-from scripts.studies.runs import FinishedRun, Unusable, load_all, network_lines, read_json
+from scripts.studies.runs import FinishedRun, about, load_all, read_json
 from scripts.studies.stats import differences, interval, spread
-from scripts.studies.tables import command_line, markdown, report_folder, write_markdown
+from scripts.studies.tables import markdown
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
 TABLED = (*PROTOCOLS, WITH_FIRST)
 AGAINST = (("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"))
+SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
     Panel("Training loss", "train/ce", "nats per token"),
@@ -181,35 +181,25 @@ def calibration_table(rows: list[dict]) -> str:
     return markdown(table, ["norm", *COLUMNS])
 
 
-def preamble(base: FinishedRun, runs: Runs) -> str:
-    """What the numbers are of."""
-    versions = base.head["versions"]
-    ran = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
-    steps_of = {run.settings["max_iters"] for found in runs.values() for run in found}
-    commits = {str(run.head["versions"]["commit"]) for found in runs.values() for run in found}
-    text = [
-        *network_lines(base, ("n_layer", "n_embd", "n_head", "block_size")),
-        f"- Runs from it: {'; '.join(ran)}; {', '.join(f'{n:,}' for n in sorted(steps_of))} steps",
-        "- Gaps are by pairs of the same seed, with 95% intervals by Student's t over seeds, not texts; "
-        "± elsewhere is a standard deviation over seeds",
-        f"- {versions['processor']}, torch {versions['torch']}, {versions['dtype']}; commit "
-        f"{versions['commit']} of the network, {', '.join(sorted(commits))} of the runs",
-    ]
-    return "\n".join(text)
-
-
-def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
-    """(blocks of markdown, the figures with their points). Raises: BadInput, Unusable."""
-    out, evaluate = report_folder(k.out), "python scripts/evaluate.py RUN... --data=... --out="
+def main(k: Knobs, words: list[str], command: str) -> str:
+    if len(words) != 1:
+        raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
+    figures, folder, evaluate = (
+        Figures(k.out),
+        Path(words[0]),
+        "python scripts/evaluate.py RUN... --data=... --out=",
+    )
     evaluated, calibrated = (
-        read_json(out / f"{name}.json", evaluate) for name in ("evaluation", "calibration")
+        read_json(figures.out / f"{name}.json", evaluate) for name in ("evaluation", "calibration")
     )
     runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
-    (base,) = load_all(Path(k.base))
-    figures, text = Figures(out), [preamble(base, runs)]
     refuse_what_cannot_be_compared(runs, found := losses(evaluated))
+    (base,), every = load_all(Path(k.base)), [run for found in runs.values() for run in found]
+    how = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
+    how.append(f"{every[0].settings['max_iters']:,} steps")
+    text = ["# GPT-2 without LayerNorm, small", command, about(base, every, SHAPE, "; ".join(how))]
     for name, rows in found.items():
         text += [f"## Loss on {name}, nats per token", *text_table(rows)]
     drawn = {name: runs[name] for name in PROTOCOLS if name in runs}
@@ -223,18 +213,5 @@ def report(k: Knobs, folder: Path) -> tuple[list[str], Figures]:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c* times sigma in the network before", calibration_table(calibrated["rows"])]
-    return [*text, "## The residual stream", *stream(figures, {"before": [base], **drawn}, k.tokens)], figures
-
-
-def main(argv: list[str]):
-    k, _, words = parse(Knobs, argv, usage=__doc__)
-    if len(words) != 1:
-        raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
-    try:
-        text, figures = report(k, Path(words[0]))
-    except Unusable as e:
-        raise BadInput(str(e)) from None
-    title = ["# GPT-2 without LayerNorm, small", command_line("gpt2", argv)]
-    write_markdown(figures.out / "report.md", [*title, *text])
-    figures.write_curves()
-    print(f"wrote {figures.out / 'report.md'}, curves.csv and the figures")
+    text += ["## The residual stream", *stream(figures, {"before": [base], **drawn}, k.tokens)]
+    return figures.write("report.md", text)

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from config import Config
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.typed import Count
@@ -32,14 +31,17 @@ from scripts.studies.runs import (
     Unusable,
     by_seed,
     collect,
+    refuse_knob,
     split,
     varying,
+    versions_of,
 )
 from scripts.studies.stats import interval, relative, spread
-from scripts.studies.tables import command_line, markdown, report_folder, write_csv, write_markdown
+from scripts.studies.tables import markdown, write_csv
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
+WITH_STATISTIC = ("baseline", "coupled", "layernorm", "cbwc")
 # a knob that it does not read is one of some variants alone
 BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 
@@ -63,6 +65,26 @@ GRADIENTS = [
     Panel(kind, f"grad/{kind}", "gradient norm" if kind in ("qkv", "down") else "")  # first of its row
     for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm")
 ]
+FIGURES = {  # title -> (name, panels, variants, columns, height)
+    "Training loss (TaperNorm's Figure 2)": ("loss_tapers", LOSSES, TAPERS, 2, 3.2),
+    "Training loss, other norms": ("loss_others", LOSSES, OTHERS, 2, 3.2),
+    "Logit norm (TaperNorm's Figure 3)": ("logits", SCALES, TAPERS, 2, 3.2),
+    "Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)": (
+        "gradients", GRADIENTS, TAPERS, 3, 4.6,
+    ),
+}  # fmt: skip
+
+OF_GAPS = """mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see \
+the same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline with \
+the anchor.
+The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to 1,000,000 \
+steps; alike in kind."""
+OF_FIGURES = """A thin line or a dot is one run, a thick line the mean over seeds. Over the steps it is a \
+running median over a fiftieth of the run, in which a spike of one line of the log does not show. Axes are \
+fitted to what follows the first twentieth of the run, or to the part shown; longer spikes leave the frame, \
+and so do dyt and derf where they are far from the others."""
+OF_SPEED = """tok/s as the runs logged it: processes of their own, at other times and with other neighbours. \
+This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one process."""
 
 Rows = dict[str, list[FinishedRun]]  # variant -> its runs by seed
 
@@ -111,43 +133,44 @@ def gap_text(runs: list[FinishedRun], base: list[FinishedRun]) -> str:
     return f"{found.mean:+.2f} ({within}{found.n})"
 
 
-def main_table(rows: Rows) -> str:
-    """Losses and their gaps to both baselines, beside the paper's."""
-    table = []
-    for v, runs in rows.items():
-        gaps = [gap_text(runs, rows[base]) for base in ("baseline", "baseline_aux")]
-        table.append([v, len(runs), losses(runs), losses(runs, "val/bpb"), *gaps, PAPER.get(v, "-")])
-    head = ["variant", "n", "val/loss, nats/token", "val/bpb", GAP, "to baseline_aux", "paper's gap, %"]
-    return markdown(table, head)
+def speed(runs: list[FinishedRun]) -> str:
+    """tok/s of the log lines but each run's first, which holds the warm-up."""
+    speeds = [value for run in runs for value in list(run.series("perf/tok_s").values())[1:]]
+    if not speeds:
+        return "-"
+    low, median, high = np.percentile(speeds, (25, 50, 75))
+    return f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
 
 
-def speed_table(rows: Rows, alphas: dict[str, str]) -> str:
-    """CoupledNorm's Table 1, with CBWC: loss, tok/s and alpha of the designs that keep a statistic."""
-    table = []
-    for v in ("baseline", "coupled", "layernorm", "cbwc"):
-        speeds, speed = [], "-"
-        for run in rows[v]:
-            speeds += list(run.series("perf/tok_s").values())[1:]  # the first holds the warm-up
-        if speeds:
-            low, median, high = np.percentile(speeds, (25, 50, 75))
-            speed = f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
-        gap = gap_text(rows[v], rows["baseline"])
-        table.append([v, len(rows[v]), losses(rows[v]), gap, speed, alphas.get(v, "-")])
-    return markdown(table, ["variant", "n", "val/loss", GAP, "tok/s, median (quartiles)", "alpha"])
+MAIN = {  # head of a column -> its cell, by the variant and all rows
+    "n": lambda v, rows: len(rows[v]),
+    "val/loss, nats/token": lambda v, rows: losses(rows[v]),
+    "val/bpb": lambda v, rows: losses(rows[v], "val/bpb"),
+    GAP: lambda v, rows: gap_text(rows[v], rows["baseline"]),
+    "to baseline_aux": lambda v, rows: gap_text(rows[v], rows["baseline_aux"]),
+    "paper's gap, %": lambda v, rows: PAPER.get(v, "-"),
+}
+SPEED = {head: MAIN[head] for head in ("n", "val/loss, nats/token", GAP)} | {
+    "tok/s, median (quartiles)": lambda v, rows: speed(rows[v])
+}
+
+
+def table(columns: dict, rows: Rows, variants) -> str:
+    """A row a variant."""
+    cells = ([v, *(cell(v, rows) for cell in columns.values())] for v in variants)
+    return markdown(cells, ["variant", *columns])
 
 
 def equality_table(rows: Rows) -> str:
     """A row a seed: val/loss of RMSNorm, LayerNorm and CBWC, and their differences."""
     rms, layer, cbwc = (by_seed(rows[v]) for v in ("baseline", "layernorm", "cbwc"))
-    table = []
+    cells = []
     for seed in sorted({*rms, *layer, *cbwc}):
-        cells = [f"{of[seed]:.7f}" if seed in of else "-" for of in (rms, layer, cbwc)]
-        for of in (cbwc, rms):
-            both = seed in of and seed in layer
-            cells.append(f"{of[seed] - layer[seed]:+.7f}" if both else "-")
-        table.append([seed, *cells])
+        of = [found.get(seed, np.nan) for found in (rms, layer, cbwc)]
+        numbers = [*(f"{loss:.7f}" for loss in of), f"{of[2] - of[1]:+.7f}", f"{of[0] - of[1]:+.7f}"]
+        cells.append([seed, *("-" if number.endswith("nan") else number for number in numbers)])
     head = ["seed", "RMSNorm (baseline)", "LayerNorm", "CBWC + RMSNorm"]
-    return markdown(table, [*head, "CBWC - LayerNorm", "RMSNorm - LayerNorm"])
+    return markdown(cells, [*head, "CBWC - LayerNorm", "RMSNorm - LayerNorm"])
 
 
 def settings_table(runs: list[FinishedRun], options: list[str], base: list[FinishedRun]) -> list[str]:
@@ -155,28 +178,27 @@ def settings_table(runs: list[FinishedRun], options: list[str], base: list[Finis
     variants = dict.fromkeys(run.variant for run in runs)
     of_variant = {v: [run for run in runs if run.variant == v] for v in variants}
     knobs = [k for k in options if any(k in varying(mine) for mine in of_variant.values())]
-    table = []
+    cells = []
     for variant, mine in of_variant.items():
         settings = split(mine, knobs)
         for same in settings.values() if len(settings) > 1 else ():
             values = [same[0].settings[k] if k in same[0].point else "-" for k in knobs]
-            table.append([variant, *values, len(same), seeds_text(same), losses(same), gap_text(same, base)])
-    if not table:
+            cells.append([variant, *values, len(same), seeds_text(same), losses(same), gap_text(same, base)])
+    if not cells:
         return []
     title = f"### {', '.join(knobs)}, {runs[0].settings['max_iters']:,} steps"
-    return [title, markdown(table, ["variant", *knobs, "n", "seeds", "val/loss", GAP])]
+    return [title, markdown(cells, ["variant", *knobs, "n", "seeds", "val/loss", GAP])]
 
 
 def seeds_text(runs: list[FinishedRun]) -> str:
-    return ", ".join(map(str, sorted({run.seed for run in runs}))) or "-"
+    return ", ".join(map(str, sorted({run.seed for run in runs})))
 
 
 def knobs_text(runs: list[FinishedRun], knobs) -> str:
     """The values of some knobs in runs that share them and read them."""
     if not runs:
         return ""
-    run = runs[0]
-    values = {k: run.settings.get(k, run.point[k]) for k in knobs if k in run.point}
+    values = {k: runs[0].settings.get(k, runs[0].point[k]) for k in knobs if k in runs[0].point}
     return ", ".join(f"{k} {value}" for k, value in values.items() if value is not None)
 
 
@@ -202,12 +224,11 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
         look = {"color": colour, "linestyle": line, "marker": ".", "label": kind, "dots": True}
         figures.draw(by_block, name, "c as frozen", f"c, {kind}", at, frozen, **look)
     ax.axvline(gate_start, color="#999999", linestyle=":")
-    ax.set(
-        xlabel="optimizer step", ylabel="c (1 / RMS)", title=f"{variant}: calibration of c (dotted: frozen)"
-    )
+    title = f"{variant}: calibration of c (dotted: frozen)"
+    ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", title=title)
     by_block.set(xlabel="block", ylabel="c (1 / RMS)", title="c as frozen")
     by_block.legend()
-    by_block.xaxis.get_major_locator().set_params(integer=True)
+    figures.whole_numbers(by_block)
     every = [v for run in runs for site in sites for v in run.series(site).values()]
     for panel in (ax, by_block):
         figures.log_scale(panel, min(every) / 1.2, max(every) * 1.2)
@@ -219,27 +240,9 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
     return figures.save(fig, name)
 
 
-def training_figures(figures: Figures, tag: str, rows: Rows, others: bool) -> list[str]:
-    """What the papers draw over the steps: losses, logits, gradients, the calibration."""
-    text = ["### Training loss (TaperNorm's Figure 2)"]
-    text.append(figures.panels(f"loss_tapers{tag}", LOSSES, rows, TAPERS))
-    if others:
-        text.append("### Training loss, other norms")
-        text.append(figures.panels(f"loss_others{tag}", LOSSES, rows, OTHERS))
-    text.append("### Logit norm (TaperNorm's Figure 3)")
-    text.append(figures.panels(f"logits{tag}", SCALES, rows, TAPERS))
-    text.append("### Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)")
-    text.append(figures.panels(f"gradients{tag}", GRADIENTS, rows, TAPERS, 3, 4.6))
-    tapered = [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]]
-    for v in tapered[:1]:
-        text.append("### Calibration, gate and learning rate")
-        text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
-    return text
-
-
-def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> tuple[list[str], dict[str, str]]:
-    """(blocks of markdown, {variant: its alpha with the spread}) of the residual stream's RMS."""
-    measured, reasons, alphas, table = {}, defaultdict(list), {}, []
+def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> list[str]:
+    """Blocks of markdown about the residual stream's RMS."""
+    measured, reasons, cells = {}, defaultdict(list), []
     for v, runs in rows.items():
         arrays = []
         for run in runs:
@@ -250,18 +253,16 @@ def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> tupl
         if arrays:
             measured[v] = np.array(arrays)  # (runs, 3, layers)
             ratios = measured[v][:, 2]
-            alphas[v] = spread(ratios.mean(1), 3)
-            table.append([v, len(arrays), alphas[v], *(f"{a:.3f}" for a in ratios.mean(0))])
+            cells.append([v, len(arrays), spread(ratios.mean(1), 3), *(f"{a:.3f}" for a in ratios.mean(0))])
     text = ["### The residual stream (CoupledNorm's Figure 3)"]
     if measured:
-        layers = max(values.shape[2] for values in measured.values())
         what = "alpha: RMS of a token's stream before the MLP over that before attention; mean over "
         what += f"{tokens:,} tokens, in windows from all of the validation split."
-        head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(layers))]
-        text += [markdown(table, head), what, draw_streams(figures, name, measured)]
+        head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
+        text += [markdown(cells, head), what, draw_streams(figures, name, measured)]
     for why, folders in reasons.items():
         text.append(f"Not measured in {len(folders)} of the runs, {folders[0]} the first: {why}")
-    return text, alphas
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -276,40 +277,27 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
     if k.tuned:
         how = "was chosen by the very losses that the table gives, where several were tried"
         text.append(f"The best value of {', '.join(k.tuned)} {how}.")
-    text += [f"### Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)", main_table(rows)]
+    text.append(f"### Validation loss at gate 0, {steps:,} steps (TaperNorm's Tables 1 and 2)")
+    text.append(table(MAIN, rows, rows))
     settings = {v: knobs_text(same, dict.fromkeys([*options, *k.tuned])) for v, same in rows.items()}
-    told = [f"{v}: {said}" for v, said in settings.items() if said]
-    if told:
+    if told := [f"{v}: {said}" for v, said in settings.items() if said]:
         text.append(f"Settings in which the rows differ: {'; '.join(told)}.")
-    text.append(
-        "mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see the "
-        "same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline "
-        "with the anchor.\n"
-        "The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to "
-        "1,000,000 steps; alike in kind."
-    )
-    text.append(
-        f"The figures: seeds {seeds_text(runs)}. A thin line or a dot is one run, a thick line the mean over "
-        "seeds. Over the steps it is a running median over a fiftieth of the run, in which a spike of one "
-        "line of the log does not show. Axes are fitted to what follows the first twentieth of the run, or "
-        "to the part shown; longer spikes leave the frame, and so do dyt and derf where they are far from "
-        "the others."
-    )
-    text += training_figures(figures, tag, rows, others)
-    residual, alphas = residual_study(figures, f"residual{tag}", rows, k.tokens)
-    text += residual
+    text += [OF_GAPS, f"The figures: seeds {seeds_text(runs)}. {OF_FIGURES}"]
+    for heading, (name, panels, variants, *shape) in FIGURES.items():
+        if others or variants is not OTHERS:
+            text += [f"### {heading}", figures.panels(name + tag, panels, rows, variants, *shape)]
+    for v in [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]][:1]:
+        text.append("### Calibration, gate and learning rate")
+        text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
+    text += residual_study(figures, f"residual{tag}", rows, k.tokens)
     if others:
-        text += ["### CoupledNorm's Table 1, and CBWC, at this scale", speed_table(rows, alphas)]
-        text.append(
-            "tok/s as the runs logged it: processes of their own, at other times and with other neighbours. "
-            "This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one "
-            "process."
-        )
+        text.append("### CoupledNorm's Table 1, and CBWC, at this scale")
+        text += [table(SPEED, rows, WITH_STATISTIC), OF_SPEED]
         text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
     return text + settings_table(runs, options, rows["baseline"])
 
 
-def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str], command: str) -> list[str]:
+def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str]) -> str:
     """What the numbers are made of."""
     heads = [run.head for run in runs]
     shared = []
@@ -319,10 +307,6 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
             shared.append(f"{name}={value}")
     if len({run.settings["compile"] for run in runs}) > 1:
         differ = [*differ, "compile"]
-    versions = []
-    for name in dict.fromkeys(n for h in heads for n in h["versions"] if n != "commit"):
-        values = sorted({str(h["versions"].get(name)) for h in heads})
-        versions.append(f"{name} {', '.join(values)}")
     corpus = (
         "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, "
         "tokenizer sha256 {tokenizer_sha256:.12}"
@@ -331,54 +315,44 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
     lambdas = sorted({run.settings["aux_weight"] for run in runs} - {0})
     parameters = sorted({h["parameters"] for h in heads})
+    names = dict.fromkeys(name for h in heads for name in h["versions"] if name != "commit")
     text = [
         *(f"- Corpus: {corpus}" for corpus in corpora),
         f"- Shared settings: {', '.join(shared)}",
         f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
         f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
         f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
-        f"- Versions: {'; '.join(versions)}",
+        f"- Versions: {versions_of(runs, names)}",
         f"- Commits, each run's in runs.csv: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
     ]
-    changed = [said for run in runs for said in run.resumed_elsewhere()]
-    if changed:
+    if changed := [said for run in runs for said in run.resumed_elsewhere()]:
         text.append(f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}")
     text.append(f"- Runs used: {len(runs)}; left out: {len(left_out)}")
-    text += [f"  - {folder}: {why}" for folder, why in left_out.items()]
-    return ["# Report", command, "\n".join(text)]
+    return "\n".join(text + [f"  - {folder}: {why}" for folder, why in left_out.items()])
 
 
 def write_runs(path, runs: list[FinishedRun], options: list[str]):
     """A row a run: what it was, what it ended with, and the commit that trained it."""
-    knobs = dict.fromkeys(
-        ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end", *options]
-    )
-    rows = []
+    usual = ["max_iters", "n_embd", "n_layer", "aux_weight", "gate_start", "gate_end"]
+    knobs, rows = dict.fromkeys([*usual, *options]), []
     for run in runs:
         was = [run.folder, run.variant, run.seed, *(run.settings[k] for k in knobs)]
         rows.append([*was, *map(run.last, ENDS), run.head["versions"]["commit"]])
     write_csv(path, ["folder", "variant", "seed", *knobs, *ENDS, "commit"], rows)
 
 
-def main(argv: list[str]):
-    k, _, paths = parse(Knobs, argv, usage=__doc__)
+def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name run folders, or folders of runs: python scripts/report.py papers out/small")
-    if unknown := [knob for knob in k.tuned if knob not in Config.__dataclass_fields__]:
-        raise BadInput(f"--tuned={unknown[0]}: train.py has no such knob")
-    if same := (SKIP - {"aux_weight"}) & set(k.tuned):
-        raise BadInput(f"--tuned={min(same)}: it sets no runs apart")
+    for knob in k.tuned:
+        refuse_knob("tuned", knob)
     runs, left_out = collect(paths)
-    out = report_folder(k.out)
-    figures, differ = Figures(out), varying(runs)
+    figures, differ = Figures(k.out), varying(runs)
     options = [n for n in differ if not is_read(n, BASELINE) or n in ("aux_weight", *k.tuned)]
     sizes = [n for n in differ if n not in options]
-    text = preamble(runs, left_out, differ, command_line("papers", argv))
+    text = ["# Report", command, preamble(runs, left_out, differ)]
     for number, group in enumerate(split(runs, sizes).values(), 1):
         title, tag = knobs_text(group, sizes) or "Results", f"_{number}" if sizes else ""
         text += section(figures, title, tag, group, options, k)
-    write_markdown(out / "report.md", text)
-    write_runs(out / "runs.csv", runs, options)
-    figures.write_curves()
-    said = f"{len(runs)} runs, {len(left_out)} left out"
-    print(f"{said}; wrote {out / 'report.md'}, runs.csv, curves.csv and the figures")
+    write_runs(figures.out / "runs.csv", runs, options)
+    return f"{len(runs)} runs, {len(left_out)} left out; {figures.write('report.md', text)}, runs.csv"

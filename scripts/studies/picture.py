@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
 from scripts.studies.figures import smooth, styled_pyplot
-from scripts.studies.runs import FinishedRun, Unusable, load, read_json
+from scripts.studies.runs import FinishedRun, load, read_json
 
 # variant -> (colour, what it is)
 BARS = {
@@ -123,9 +122,9 @@ def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
     gate = run.series("gate")
     fig = styled_pyplot().figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
-    ratios, title = (
-        ((3.2, 1), "The norms are gated away while the network trains") if gate else ((1,), "Training")
-    )
+    ratios, title = (1,), "Training"
+    if gate:
+        ratios, title = (3.2, 1), "The norms are gated away while the network trains"
     axes = left.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False).flatten()
     draw_loss(axes[0], run)
     if gate:
@@ -136,16 +135,11 @@ def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
     return fig
 
 
-def main(argv: list[str]):
-    k, _, words = parse(Knobs, argv, usage=__doc__)
+def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1 or k.bench is None:
         example = "python scripts/report.py picture out/demo --bench=bench.json"
         raise BadInput(f"name a run folder and a benchmark of it: {example}")
-    try:
-        run = load(Path(words[0]))
-    except Unusable as e:
-        raise BadInput(f"{words[0]} holds no finished run: {e}") from None
-    fig = draw_picture(run, *read_bars(Path(k.bench)))
+    fig = draw_picture(load(Path(words[0])), *read_bars(Path(k.bench)))
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")
-    print(f"wrote {k.out}")
+    return f"wrote {k.out}"

@@ -1,5 +1,7 @@
 """The residual stream of trained networks by block: its RMS before attention and before the MLP."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -10,6 +12,28 @@ from scripts.studies.figures import NORM_FREE, Figures, rows_needed
 from scripts.studies.runs import FinishedRun, Unusable
 
 LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
+
+
+@contextmanager
+def watched(model, see):
+    """While it is open, see(i, x, h) is called in each block, with the stream before attention and before the
+    MLP (B, T, D)."""
+    before, hooks = {}, []
+    for i, block in enumerate(model.blocks):
+
+        def before_block(module, args, i=i):
+            before[i] = args[0]
+
+        def after_attention(module, args, out, i=i):
+            # CoupledNorm's blocks call no norm before the MLP, so what would be its input is rebuilt here
+            x = before.pop(i)
+            see(i, x, x + out)
+
+        hooks.append(block.register_forward_pre_hook(before_block))
+        hooks.append(block.attn.proj.register_forward_hook(after_attention))
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 @torch.no_grad()
@@ -28,44 +52,32 @@ def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
         raise Unusable(str(e)) from None
     starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
     ids = np.stack([val[i : i + length] for i in starts]).view(f"<u{val.itemsize}")  # back to unsigned
-    before, found = [], []  # the input of each block so far; three means a block
+    found = []  # three means a block
 
-    def rms(h):
-        return h.float().square().mean(-1).sqrt()
-
-    def before_block(module, args):
-        before.append(args[0])
-
-    def after_attention(module, args, out):
-        # CoupledNorm's blocks call no norm before the MLP, so what would be its input is rebuilt here
-        x, h = rms(before[-1]), rms(before[-1] + out)
+    def see(i, *stream):
+        x, h = (part.float().square().mean(-1).sqrt() for part in stream)
         found.append([x.mean().item(), h.mean().item(), (h / x).mean().item()])
 
-    for block in model.blocks:
-        block.register_forward_pre_hook(before_block)
-        block.attn.proj.register_forward_hook(after_attention)
-    model(torch.from_numpy(ids.astype(np.int64)), last_only=True)
+    with watched(model, see):
+        model(torch.from_numpy(ids.astype(np.int64)), last_only=True)
     return np.array(found).T
 
 
 def draw_streams(figures: Figures, name: str, measured: dict[str, np.ndarray]) -> str:
     """A panel a variant. measured: {variant: (runs, 3, layers)} of stream_rms. The designs with norms share
     one scale, those without another."""
-    families = [{v: m for v, m in measured.items() if (v in NORM_FREE) == free} for free in (False, True)]
-    rows = sum(rows_needed(len(family), 4) for family in families)
-    fig, axes = figures.axes(rows, 4, 1.7 * rows + 0.4)
-    cells = iter(axes)
-    for family in filter(None, families):
-        every = np.concatenate([values[:, :2].ravel() for values in family.values()])
-        for i, (variant, values) in enumerate(family.items()):
-            ax = next(cells)
-            for row, (what, colour, line) in enumerate(LINES):
-                look = {"color": colour, "linestyle": line, "label": what, "dots": True}
-                figures.draw(ax, name, variant, what, np.arange(values.shape[2]), values[:, row], **look)
-            ax.xaxis.get_major_locator().set_params(integer=True)
-            ax.set(xlabel="block", title=f"{variant} (n={len(values)})")
-            ax.set_ylabel("" if i % 4 else "RMS (dimensionless)")
-            figures.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
-        for _ in range(-len(family) % 4):
-            next(cells).remove()
+    fig, axes = figures.axes(rows := rows_needed(len(measured), 4), 4, 1.7 * rows + 0.4)
+    for ax, (variant, values) in zip(axes, measured.items(), strict=False):
+        alike = [m[:, :2].ravel() for v, m in measured.items() if (v in NORM_FREE) == (variant in NORM_FREE)]
+        every = np.concatenate(alike)
+        for row, (what, colour, line) in enumerate(LINES):
+            look = {"color": colour, "linestyle": line, "label": what, "dots": True}
+            figures.draw(ax, name, variant, what, np.arange(values.shape[2]), values[:, row], **look)
+        figures.whole_numbers(ax)
+        ax.set(xlabel="block", title=f"{variant} (n={len(values)})")
+        figures.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
+    for ax in axes[::4]:
+        ax.set_ylabel("RMS (dimensionless)")
+    for ax in axes[len(measured) :]:
+        ax.remove()
     return figures.save(fig, name, axes[0])

@@ -421,6 +421,14 @@ def varying(runs: list[FinishedRun]) -> list[str]:
     return list(found)
 
 
+def refuse_knob(flag: str, knob: str):
+    """Raises: BadInput for a flag with a knob by which runs cannot be told apart."""
+    if knob not in Config.__dataclass_fields__:
+        raise BadInput(f"--{flag}={knob}: train.py has no such knob")
+    if knob in SKIP - {"aux_weight"}:
+        raise BadInput(f"--{flag}={knob}: it sets no runs apart")
+
+
 def in_order(values: tuple) -> list[tuple]:
     """A key to sort values by: numbers by size, before all else by its text."""
     return [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in values]
@@ -434,14 +442,29 @@ def split(runs: list[FinishedRun], knobs: list[str]) -> dict[tuple, list[Finishe
     return {values: groups[values] for values in sorted(groups, key=in_order)}
 
 
-def network_lines(base: FinishedRun, knobs: tuple[str, ...]) -> list[str]:
-    """What a report says of the pre-trained network that its runs begin with."""
+def versions_of(runs: list[FinishedRun], names) -> str:
+    """The values of some versions in the headers of runs."""
+    said = []
+    for name in names:
+        values = sorted({str(run.head["versions"].get(name)) for run in runs})
+        said.append(f"{name} {', '.join(values)}")
+    return "; ".join(said)
+
+
+def about(base: FinishedRun, runs: list[FinishedRun], knobs: tuple[str, ...], how: str) -> str:
+    """What a report's numbers are of: a pre-trained network, and the runs that begin with it."""
     head, steps, val = base.head, base.settings["max_iters"], base.series("val/loss")
     shape = ", ".join(f"{name} {base.settings[name]}" for name in knobs)
     near = min(val, key=lambda step: abs(step - 0.8 * steps))
     fell = 100 * (1 - val[steps] / val[near])
     said = f"val/loss {val[steps]:.4f}, {fell:.2f}% below that of step {near:,}"
-    return [
+    names = ("commit", "processor", "torch", "dtype")
+    text = [
         f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
         f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
+        f"- Runs from it: {how}",
+        "- Differences are by pairs of the same seed, with 95% intervals by Student's t over seeds, not "
+        "texts; ± elsewhere is a standard deviation over seeds",
+        f"- Of the network: {versions_of([base], names)}; of the runs: {versions_of(runs, names)}",
     ]
+    return "\n".join(text)

@@ -1,7 +1,6 @@
 """What reports are written as: markdown and CSV files in one folder."""
 
 import csv
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,11 +12,6 @@ def markdown(rows: Iterable, head: list[str]) -> str:
     """A table, its first column to the left and the others to the right."""
     lines = [head, [":---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
-
-
-def command_line(report: str, argv: list[str]) -> str:
-    """The command that writes a report, as an indented block."""
-    return "    " + shlex.join(["python", "scripts/report.py", report, *argv])
 
 
 def report_folder(out: str) -> Path:
