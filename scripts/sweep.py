@@ -21,7 +21,6 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+
+from tqdm import tqdm
 
 from config import Config, free_on_resume  # not found? pip install -e .
 from data import corpus_folder, prepare_if_missing
@@ -50,7 +51,7 @@ from scripts.studies.runs import (
     tail,
 )  # fmt: skip
 
-POLL_S, LINE_S = 0.5, 60  # between looks at the runs, and between lines unless stderr is a terminal
+POLL_S = 0.5  # between looks at the runs
 
 
 @dataclass
@@ -207,16 +208,17 @@ def outcome(run: PlannedRun, code: int) -> str:
 
 
 class Crew:
-    """The runs of a grid at work, `jobs` at a time; says on stderr how far they are."""
+    """The runs of a grid at work, `jobs` at a time, with a bar of their steps; no bar unless stderr is a
+    terminal."""
 
     def __init__(self, runs: list[PlannedRun], jobs: int, threads: int):
         self.runs, self.jobs, self.threads = runs, jobs, threads
         self.waiting, self.working = list(runs), {}  # working: run -> process
-        self.over, self.bad = [], []  # bad: those of the over ones that are not finished
-        self.bar, self.shown = sys.stderr.isatty(), 0.0
+        self.bad = []  # those that have ended and are not finished
         for run in runs:
             run.last_line()
-        self.had, self.began = sum(run.steps for run in runs), time.monotonic()
+        total, had = sum(run.settings["max_iters"] for run in runs), sum(run.steps for run in runs)
+        self.bar = tqdm(total=total, initial=had, unit="step", disable=None)
 
     def work(self) -> list[PlannedRun]:
         """Run what is not finished. Returns the runs that are not finished in the end."""
@@ -226,12 +228,16 @@ class Crew:
                     self.begin(self.waiting.pop(0))
                 time.sleep(POLL_S if self.working else 0)
                 self.collect()
-                self.show()
+                self.bar.n = sum(run.steps for run in self.runs)
+                self.bar.set_postfix_str(
+                    f"{len(self.waiting) + len(self.working)} of {len(self.runs)} runs to go"
+                )
         except SystemExit:
             again = shlex.join(["python", *sys.argv])
             self.say(f"stopped; the runs at work save and leave. Go on with: {again}")
             raise
         finally:  # nothing outlives the sweep
+            self.bar.close()
             for process in self.working.values():
                 process.terminate()
             for process in self.working.values():
@@ -256,32 +262,11 @@ class Crew:
 
     def end(self, run: PlannedRun, said: str, failed: bool):
         self.say(f"{run.name} {said}")
-        self.over.append(run)
         if failed:
             self.bad.append(run)
 
-    def show(self):
-        """The state of all, as a bar on a terminal, elsewhere as a line a minute."""
-        if not self.working or not (self.bar or time.monotonic() - self.shown > LINE_S):
-            return
-        self.shown = time.monotonic()
-        if self.bar:
-            self.say(self.progress()[: shutil.get_terminal_size().columns - 1], end="")
-        else:
-            self.say(self.progress())
-
-    def progress(self) -> str:
-        done = sum(run.steps for run in self.runs) - self.had
-        left = sum(max(0, r.settings["max_iters"] - r.steps) for r in self.runs if r not in self.over)
-        minutes = "?"
-        if done > 0:
-            minutes = f"{left / done * (time.monotonic() - self.began) / 60:.0f}"
-        at_work = ", ".join(f"{run.name} {run.steps}/{run.settings['max_iters']}" for run in self.working)
-        return f"{len(self.over)}/{len(self.runs)} done, {minutes} min left: {at_work}"
-
-    def say(self, text: str, end: str = "\n"):
-        clear = "\r\033[K" if self.bar else ""
-        print(clear + text, end=end, file=sys.stderr, flush=True)
+    def say(self, text: str):
+        self.bar.write(text, file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -215,10 +215,11 @@ def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
         "dyt": [[500.0, 900], [600, 950], [1, 1]],
     }
     of_run = lambda run, tokens: np.array(found[run.variant]) * [[1], [1], [run.seed]]  # noqa: E731
-    monkeypatch.setattr(papers, "stream_rms", of_run)
+    monkeypatch.setattr(residual, "stream_rms", of_run)
     canvas = Figures(tmp_path)
-    text = papers.residual_study(canvas, "residual", rows, 4096)
-    assert "| baseline | 2 | 1.950 ± 0.919 | 1.800 | 2.100 |" in text[1]
+    text = residual.residual_study(canvas, "residual", rows, 4096)
+    row = "| baseline | 2 | 1.950 ± 0.919 | 1.00 / 3.00, 1.800 | 2.00 / 4.00, 2.100 |"
+    assert row in text[0] and "| coupled | 2 | 1.725 ± 0.813 |" in text[0]
     assert len(drawn[0].axes[0].get_lines()) == 2 * (1 + 2)  # the mean and every run
     means = {p[1:4]: float(p[4]) for p in canvas.points}
     assert means["coupled", "before attention", "1"] == 2 and means["dyt", "before the MLP", "0"] == 600
@@ -262,7 +263,7 @@ def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     spoil("empty", "metrics.jsonl has no whole line", 4, lambda x: [], end="")
     spoil("early", "unfinished: 200 of 400 steps", 5, lambda x: x[:21])
     spoil("header-only", "unfinished: 0 of 400 steps", 6, lambda x: x[:1])
-    (spoil("no-export", "unfinished: no model.pt", 7, lambda x: x) / "model.pt").unlink()
+    (spoil("no-export", "unfinished: no model file", 7, lambda x: x) / "model.pt").unlink()
     spoil("nan", "val/loss is not finite", 8, edit(40, **{"val/loss": None}))
     why = "train/loss is not finite at step 200"
     spoil("nan-on-the-way", why, 9, edit(20, **{"train/loss": None}))

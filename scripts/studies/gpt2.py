@@ -19,7 +19,7 @@ from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
 from scripts.studies.calibration import COLUMNS
 from scripts.studies.figures import Figures, Panel, curve
-from scripts.studies.residual import draw_streams, stream_rms
+from scripts.studies.residual import residual_study
 from scripts.studies.runs import FinishedRun, about, load_all, read_json
 from scripts.studies.stats import differences, interval, spread
 from scripts.studies.tables import markdown
@@ -157,21 +157,6 @@ def draw_events(figures: Figures, fakeln: list[FinishedRun], vanilla: list[Finis
 # the report
 
 
-def stream(figures: Figures, runs: Runs, tokens: int) -> list[str]:
-    """The residual stream's RMS by block. Raises: Unusable if it cannot be measured."""
-    measured = {name: np.array([stream_rms(run, tokens) for run in found]) for name, found in runs.items()}
-    rows = []
-    for name, values in measured.items():  # (runs, 3, blocks)
-        cells = [f"{attn:.2f} / {mlp:.2f}" for attn, mlp in values.mean(0)[:2].T]
-        rows.append([name, len(values), *cells])
-    said = (
-        f"RMS before attention / before the MLP, means over {tokens:,} tokens from all of the validation "
-        "split, those that are first in their window too, and over seeds."
-    )
-    head = ["", "n", *(f"block {i}" for i in range(len(rows[0]) - 2))]
-    return [markdown(rows, head), said, draw_streams(figures, "stream", measured)]
-
-
 def calibration_table(rows: list[dict]) -> str:
     """c times sigma of the positions after the first, by norm, mean over the texts."""
     table = []
@@ -213,5 +198,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c* times sigma in the network before", calibration_table(calibrated["rows"])]
-    text += ["## The residual stream", *stream(figures, {"before": [base], **drawn}, k.tokens)]
+    text += [
+        "## The residual stream",
+        *residual_study(figures, "stream", {"before": [base], **drawn}, k.tokens),
+    ]
     return figures.write("report.md", text)

@@ -12,7 +12,7 @@ knobs in which the variants of one table may differ: of several values the one w
 counts. Writes report.md, the figures, runs.csv and curves.csv. Needs matplotlib.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -22,16 +22,16 @@ from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
-from scripts.studies.residual import draw_streams, stream_rms
+from scripts.studies.residual import residual_study
 from scripts.studies.runs import (
     AUX_WEIGHT,
     PAPER_ROWS,
     SKIP,
     FinishedRun,
-    Unusable,
     by_seed,
     collect,
     refuse_knob,
+    resumed,
     split,
     varying,
     versions_of,
@@ -240,31 +240,6 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
     return figures.save(fig, name)
 
 
-def residual_study(figures: Figures, name: str, rows: Rows, tokens: int) -> list[str]:
-    """Blocks of markdown about the residual stream's RMS."""
-    measured, reasons, cells = {}, defaultdict(list), []
-    for v, runs in rows.items():
-        arrays = []
-        for run in runs:
-            try:
-                arrays.append(stream_rms(run, tokens))
-            except Unusable as e:
-                reasons[str(e)].append(str(run.folder))
-        if arrays:
-            measured[v] = np.array(arrays)  # (runs, 3, layers)
-            ratios = measured[v][:, 2]
-            cells.append([v, len(arrays), spread(ratios.mean(1), 3), *(f"{a:.3f}" for a in ratios.mean(0))])
-    text = ["### The residual stream (CoupledNorm's Figure 3)"]
-    if measured:
-        what = "alpha: RMS of a token's stream before the MLP over that before attention; mean over "
-        what += f"{tokens:,} tokens, in windows from all of the validation split."
-        head = ["variant", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
-        text += [markdown(cells, head), what, draw_streams(figures, name, measured)]
-    for why, folders in reasons.items():
-        text.append(f"Not measured in {len(folders)} of the runs, {folders[0]} the first: {why}")
-    return text
-
-
 # ---------------------------------------------------------------------------------------------------------
 # the report, in blocks of markdown
 
@@ -289,6 +264,7 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
     for v in [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]][:1]:
         text.append("### Calibration, gate and learning rate")
         text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
+    text.append("### The residual stream (CoupledNorm's Figure 3)")
     text += residual_study(figures, f"residual{tag}", rows, k.tokens)
     if others:
         text.append("### CoupledNorm's Table 1, and CBWC, at this scale")
@@ -299,36 +275,31 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
 
 def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str]) -> str:
     """What the numbers are made of."""
-    heads = [run.head for run in runs]
-    shared = []
-    for name, value in runs[0].settings.items():
-        told = name == "compile" or (name not in SKIP and name not in differ)
-        if told and all(run.settings[name] == value for run in runs):
-            shared.append(f"{name}={value}")
-    if len({run.settings["compile"] for run in runs}) > 1:
-        differ = [*differ, "compile"]
+    heads, settings = [run.head for run in runs], [run.settings for run in runs]
+    alike = {name for name, value in settings[0].items() if all(s[name] == value for s in settings)}
+    told = [name for name in settings[0] if name in alike and (name == "compile" or name not in SKIP)]
     corpus = (
         "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, "
         "tokenizer sha256 {tokenizer_sha256:.12}"
     )
     corpora = dict.fromkeys(corpus.format(**h["corpus"]) for h in heads)
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
-    lambdas = sorted({run.settings["aux_weight"] for run in runs} - {0})
     parameters = sorted({h["parameters"] for h in heads})
+    lambdas = ", ".join(str(value) for value in sorted({s["aux_weight"] for s in settings} - {0})) or "-"
     names = dict.fromkeys(name for h in heads for name in h["versions"] if name != "commit")
     text = [
         *(f"- Corpus: {corpus}" for corpus in corpora),
-        f"- Shared settings: {', '.join(shared)}",
-        f"- They differ in: {', '.join(['variant', 'seed', *differ])}",
-        f"- Lambda of the anchored variants: {', '.join(map(str, lambdas)) or '-'}",
+        f"- Shared settings: {', '.join(f'{name}={settings[0][name]}' for name in told)}",
+        f"- They differ in: {', '.join(['variant', 'seed', *differ, *({'compile'} - alike)])}",
+        f"- Lambda of the anchored variants: {lambdas}",
         f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
         f"- Versions: {versions_of(runs, names)}",
         f"- Commits, each run's in runs.csv: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
+        *(f"- Resumed with something else (not the same run to the bit): {said}" for said in resumed(runs)),
+        f"- Runs used: {len(runs)}; left out: {len(left_out)}",
+        *(f"  - {folder}: {why}" for folder, why in left_out.items()),
     ]
-    if changed := [said for run in runs for said in run.resumed_elsewhere()]:
-        text.append(f"- Resumed with something else (not the same run to the bit): {'; '.join(changed)}")
-    text.append(f"- Runs used: {len(runs)}; left out: {len(left_out)}")
-    return "\n".join(text + [f"  - {folder}: {why}" for folder, why in left_out.items()])
+    return "\n".join(text)
 
 
 def write_runs(path, runs: list[FinishedRun], options: list[str]):

@@ -1,5 +1,6 @@
 """The residual stream of trained networks by block: its RMS before attention and before the MLP."""
 
+from collections import defaultdict
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,6 +11,8 @@ from forms import load_model
 from nanonorm.errors import BadInput, ModelError
 from scripts.studies.figures import NORM_FREE, Figures, rows_needed
 from scripts.studies.runs import FinishedRun, Unusable
+from scripts.studies.stats import spread
+from scripts.studies.tables import markdown
 
 LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
 
@@ -81,3 +84,31 @@ def draw_streams(figures: Figures, name: str, measured: dict[str, np.ndarray]) -
     for ax in axes[len(measured) :]:
         ax.remove()
     return figures.save(fig, name, axes[0])
+
+
+def residual_study(figures: Figures, name: str, rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]:
+    """Blocks of markdown about the stream by block. rows: {variant: runs}"""
+    measured, reasons, cells = {}, defaultdict(list), []
+    for variant, runs in rows.items():
+        arrays = []
+        for run in runs:
+            try:
+                arrays.append(stream_rms(run, tokens))
+            except Unusable as e:
+                reasons[str(e)].append(str(run.folder))
+        if arrays:
+            found = measured[variant] = np.array(arrays)  # (runs, 3, layers)
+            of_block = [f"{x:.2f} / {h:.2f}, {alpha:.3f}" for x, h, alpha in found.mean(0).T]
+            cells.append([variant, len(found), spread(found[:, 2].mean(1), 3), *of_block])
+    text = [
+        f"Not measured in {len(which)} of the runs, {which[0]} the first: {why}"
+        for why, which in reasons.items()
+    ]
+    if not measured:
+        return text
+    said = (
+        "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over its "
+        f"first; over {tokens:,} tokens from all of the validation split, and over seeds."
+    )
+    head = ["", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
+    return [markdown(cells, head), said, draw_streams(figures, name, measured), *text]

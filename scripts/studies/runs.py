@@ -250,15 +250,6 @@ class FinishedRun:
         values = {line["iter"]: line[metric] for line in self.lines if metric in line}
         return {step: math.nan if value is None else value for step, value in values.items()}
 
-    def resumed_elsewhere(self) -> list[str]:
-        """Where it went on with other software or hardware than before."""
-        said = []
-        for was, now in pairwise([self.head, *self.head.get("resumed", [])]):
-            other = [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]
-            if other:
-                said.append(f"{self.folder} at step {now['iter']:,} ({', '.join(other)})")
-        return said
-
 
 def by_seed(runs: list[FinishedRun], metric: str = "val/loss") -> dict[int, float]:
     """{seed: what its run ended with}"""
@@ -449,6 +440,16 @@ def versions_of(runs: list[FinishedRun], names) -> str:
         values = sorted({str(run.head["versions"].get(name)) for run in runs})
         said.append(f"{name} {', '.join(values)}")
     return "; ".join(said)
+
+
+def resumed(runs: list[FinishedRun]) -> list[str]:
+    """Where runs went on with other software or hardware than before."""
+    said = []
+    for run in runs:
+        for was, now in pairwise([run.head, *run.head.get("resumed", [])]):
+            if other := [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]:
+                said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
+    return said
 
 
 def about(base: FinishedRun, runs: list[FinishedRun], knobs: tuple[str, ...], how: str) -> str:
