@@ -336,7 +336,7 @@ def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_pat
     (owt / "meta.json").write_text(json.dumps(meta | {"set": "openwebtext", "block_size": 16}))
     said, (row, other) = run(capsys, folder, f"--data={owt},{text}")
     assert row["paper"] == 3.0797 and row["paper_gap"] == pytest.approx(0.0671) and other["paper"] is None
-    assert "|   3.0797 |  +0.0671 |" in said
+    assert "| 3.0797 | +0.0671 |" in said
     by_file = run(capsys, folder / "model.pt", f"--data={owt}", "--within=9")[1][0]
     assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
     with pytest.raises(BadInput, match=r"the paper 3\.0797, more than 0\.005 apart"):

@@ -14,8 +14,7 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from scripts.studies import gaps
-from scripts.studies.figures import STYLE, shades
-from scripts.studies.runs import PAPER_ROWS, FinishedRun, in_order
+from scripts.studies.runs import FinishedRun
 from scripts.studies.stats import T95, interval
 
 
@@ -48,15 +47,14 @@ def grid(mlp: str | None = None) -> list[FinishedRun]:
     return [made for made in runs if mlp in (None, made.settings["mlp"])]
 
 
-def gates(ends=(50, 100, 200), rate: float = 1e-3, times: float = 1.0) -> list[FinishedRun]:
+def gates(ends=(50, 100, 200)) -> list[FinishedRun]:
     """Two tapers at several ends of the gate, of which one may end with the run and follow max_iters."""
-    runs, knobs = [], {"max_iters": 200, "learning_rate": rate}
+    runs, knobs = [], {"max_iters": 200}
     for seed in (1, 2):
         runs.append(run("rmsnorm", seed, 3.0 + seed, **knobs))
         for taper, worse in (("internal", 1.0), ("all", -1.0)):
             for end in ends:
-                gap = times * (worse * end / 50 + 0.1 * seed)
-                loss = (3.0 + seed) * (1 + gap / 100)
+                loss = (3.0 + seed) * (1 + (worse * end / 50 + 0.1 * seed) / 100)
                 runs.append(run("rmsnorm", seed, loss, taper, gate_end=end, **knobs))
     return runs
 
@@ -164,11 +162,6 @@ def test_runs_of_two_machines_or_texts_are_not_paired(name):
         gaps.compared(runs, ("mlp",))
 
 
-def test_groups_are_in_order_whatever_they_hold():
-    groups = [(None, 2000), ("a", 200), (3, 1), (None, 200)]
-    assert sorted(groups, key=in_order) == [(3, 1), (None, 200), (None, 2000), ("a", 200)]
-
-
 def test_a_schedule_that_scales_with_the_run_has_one_name():
     """The gate is down at half of runs of two lengths; in one of them at a quarter as well."""
 
@@ -181,12 +174,8 @@ def test_a_schedule_that_scales_with_the_run_has_one_name():
         return {cell.what for cell in gaps.compared(runs, ("max_iters",))}
 
     assert names(steps200=[100], steps400=[200]) == {"baseline", "internal"}
-    assert names(steps200=[100], steps800=[200]) == {
-        "baseline",
-        "internal gate_end=100",
-        "internal gate_end=200",
-    }
-    assert names(steps800=[200, 400]) == {"baseline", "internal gate_end=200", "internal gate_end=400"}
+    both = {"baseline", "internal gate_end=100", "internal gate_end=200"}
+    assert names(steps200=[100], steps800=[200]) == names(steps800=[100, 200]) == both
 
 
 def test_what_is_written(monkeypatch, tmp_path):
@@ -206,13 +195,11 @@ def test_what_is_written(monkeypatch, tmp_path):
         ("--by=mlpp", "no such knob"),
         ("--by=gate_end", "--by=gate_end: baseline does not read it; leave it out: where runs differ in"),
         ("--to=coupled --by=coupled_grad", "--by=coupled_grad: baseline does not read it; leave it out"),
-        ("--by=mlp,learning_rate --against=mlp", "mlp: swiglu is not a number"),
         ("--by=learning_rate --against=learning_rate", "is in --by and --against; leave it out of one"),
         ("--by=gate_end_ratio", "gate_end_ratio: it sets no runs apart"),
         ("--to=basline", "--to=basline: no run is that; there are baseline, coupled"),
         ("--by=learning_rate --against=gate_end", "--against=gate_end: no run reads it"),
         ("--by=mlp --against=gate_schedule", "cosine is not a number"),
-        ("--by=mlp --against=coupled_grad", "False is not a number"),
         ("--by=mlp --against=nonsense", "train.py has no such knob"),
     ],
 )
@@ -271,15 +258,6 @@ def test_a_line_joins_only_what_shares_its_seeds(monkeypatch, tmp_path):
     assert ends == [[100, 200], [100, 200]]
 
 
-def test_no_panel_cuts_what_another_does_not_reach(monkeypatch, tmp_path):
-    """Two groups by the learning rate; the second's gaps are ten times the first's."""
-    runs = gates() + gates(rate=1e-2, times=10)
-    drawn, _ = report(monkeypatch, tmp_path, runs, "--by=learning_rate", "--against=gate_end")
-    assert len(drawn) == 2 and drawn[0].get_ylim() == drawn[1].get_ylim()
-    low, high = drawn[0].get_ylim()
-    assert low < -39 and high > 42
-
-
 def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp_path):
     """Losses of two baselines and two others at three rates; the last rate has one seed alone."""
     runs = []
@@ -291,29 +269,5 @@ def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp
     assert {rate: len(of) for rate, of in found.items()} == {1e-3: 2, 3e-3: 2, 1e-2: 1}
     assert all(list(of.values()) == pytest.approx([100 * rate] * len(of)) for rate, of in found.items())
     panels, _ = report(monkeypatch, tmp_path, runs, "--against=learning_rate")
-    of_gaps, of_losses = (
-        {line.get_label().split(" (")[0]: list(line.lines[0].get_ydata()) for line in ax.containers}
-        for ax in panels
-    )
-    assert of_gaps == {"baseline": [], "layernorm": pytest.approx([0.1, 0.3, 1])}
-    assert of_losses["baseline"] == pytest.approx([5.5, 4.5, 6.0]) and panels[0].get_xscale() == "log"
-
-
-def test_a_variant_looks_alike_everywhere_and_settings_differ():
-    def looks(*names):
-        cells = [gaps.Cell((), name, None, [run("rmsnorm", 1, 3.0)] * 6, {1: 0.0, 2: 0.0}) for name in names]
-        return gaps.looks(cells)
-
-    found = looks(*PAPER_ROWS, "all gate_end=1", "all gate_end=2", "new")
-    for name in ("internal_aux", "layernorm", "dyt"):
-        first = next(v for v in PAPER_ROWS if STYLE[v][0] == STYLE[name][0])
-        assert found[first]["color"] == STYLE[name][0] == looks("x", name)[name]["color"]
-        assert found[name]["marker"] == looks("x", name)[name]["marker"]
-    assert len({(look["color"], look["marker"]) for look in found.values()}) == len(found)
-    assert found["all gate_end=1"]["marker"] == found["all"]["marker"]
-    assert shades(["#0072B2", "#E69F00", "#0072B2", "#E69F00"]) == [
-        "#0072B2",
-        "#E69F00",
-        "#B2D5E8",
-        "#453000",
-    ]
+    lines = [list(line.lines[0].get_ydata()) for line in panels[1].containers]
+    assert lines[0] == pytest.approx([5.5, 4.5, 6.0])  # the baseline's losses

@@ -28,15 +28,8 @@ from nanonorm.files import FORMAT, ROOT, hold_folder
 from scripts import sweep
 from scripts.studies import runs
 
-TINY = [
-    "--n_layer=1",
-    "--n_embd=8",
-    "--n_head=2",
-    "--block_size=16",
-    "--batch_size=2",
-    "--max_iters=40",
-    "--device=cpu",
-]
+TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=40"]
+TINY += ["--device=cpu"]
 
 # Writes what train.py writes, takes .05 s a step after the first, and fails with seed 13.
 STAND_IN = """
@@ -197,12 +190,6 @@ def test_plain_knobs_make_a_grid_without_variants():
     assert len(runs) == 4
 
 
-def test_words_stand_in_brackets_too():
-    axes = sweep.read_command(["--adapter_targets=(qkv,proj),(down)"])[2]
-    parsed = [parse(Config, [f"--adapter_targets={value}"])[0] for value in axes["adapter_targets"]]
-    assert [config.adapter_targets for config in parsed] == [("qkv", "proj"), ("down",)]
-
-
 def test_a_value_with_commas_stands_in_brackets():
     runs = runs_of("--dyt_alpha=None,(1,1,1),(0.5, 0.2,0.2)", "--seed=1,2", variants=("baseline", "dyt"))
     alphas = [r.settings["dyt_alpha"] for r in runs.values() if r.settings["seed"] == 2]
@@ -210,12 +197,6 @@ def test_a_value_with_commas_stands_in_brackets():
     assert "dyt-dyt_alpha_0.5_0.2_0.2_-seed1" in runs
     run = runs["dyt-dyt_alpha_0.5_0.2_0.2_-seed1"]
     assert parse(Config, sweep.command(run, "new")[2:], files=True)[0].dyt_alpha == (0.5, 0.2, 0.2)
-
-
-def test_help_tells_of_every_knob(monkeypatch, capsys):
-    assert run_sweep(monkeypatch, "--help") == 0
-    said = capsys.readouterr().out
-    assert all(f"--{name}=" in said for name in ("out", "jobs", "threads", "variants", "print"))
 
 
 def test_of_a_flag_that_is_given_twice_the_last_counts():
@@ -329,10 +310,7 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
 
-LATER = [pytest.param(end, marks=pytest.mark.slow) for end in ('{"iter": NaN}', "null", "3", "{", "\\xff")]
-
-
-@pytest.mark.parametrize("end", ["[]", *LATER])
+@pytest.mark.parametrize("end", ["[]", pytest.param('{"iter": NaN}', marks=pytest.mark.slow)])
 def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0
@@ -350,9 +328,7 @@ def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     assert runs.look(grid["baseline"])[0] == "resume"
 
 
-@pytest.mark.parametrize(
-    "text", ["{", *(pytest.param(t, marks=pytest.mark.slow) for t in ("[]", "3", "null", ""))]
-)
+@pytest.mark.parametrize("text", ["{", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monkeypatch, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0
@@ -495,12 +471,6 @@ def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch,
     assert run_sweep(monkeypatch, tmp_path / "stdlib.py", "--max_iters=40", out) == 2
     assert asked[0][1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
     assert sweep.weights.cache_info().currsize == 0  # they are not kept in memory
-
-
-def test_two_sweeps_of_one_folder(stand_in, tmp_path, monkeypatch, capsys):
-    with hold_folder(tmp_path / "out"):
-        assert run_sweep(monkeypatch, *TINY, f"--out={tmp_path}/out") == 2
-    assert "another --out\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
