@@ -312,9 +312,7 @@ def test_another_file_of_the_same_tokenizer_will_do(capsys, text, tmp_path):
 
 
 def test_the_papers_table_is_whole():
-    assert len(table4.PAPER) == 20 and {size for size, _ in table4.PAPER} == table4.SIZES.keys()
-    for (size, method), figures in table4.PAPER.items():
-        assert figures.keys() == set(table4.SETS)
+    for size, method in table4.PAPER:
         row = table4.row_of(f"gpt2_{size}_{method}", *table4.SIZES[size])
         assert row == (size, method) and table4.row_of(f"gpt2_{size}_{method}", 2, 24) is None
     assert table4.row_of("gpt2-xl_LNFree800", 48, 1600) == ("xl", "fakeln")

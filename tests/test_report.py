@@ -504,7 +504,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     )  # of a run without a gate
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     capsys.readouterr()
-    no_number = write_bench(tmp_path / "no_number.json", rows=[ROW | {"ms": "1"}])
+    no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
     for argv, says in (
         ([folder], "name a run folder and a benchmark of it"),

@@ -160,26 +160,8 @@ def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
     rows = ("baseline", "baseline_aux", "final", "coupled")
     runs = runs_of("--gate_end=500,1000", "--max_iters=1000", variants=rows)
     assert sorted(runs) == ["baseline", "baseline_aux", "coupled", "final-gate_end1000", "final-gate_end500"]
-    runs = runs_of("--gate_end_ratio=0.5,1", "--max_iters=1000", variants=("baseline_aux", "final"))
-    assert sorted(runs) == ["baseline_aux", "final-gate_end_ratio0.5", "final-gate_end_ratio1.0"]
-
-
-def test_an_anchor_to_each_batch_has_no_start():
-    axes = ["--gate_start=25,100", "--ema_rate=0.01,0.1"]
-    assert len(runs_of(*axes, variants=("baseline_aux",))) == 4
-    assert len(runs_of(*axes, "--anchor_target=batch", variants=("baseline_aux",))) == 1
-    assert len(runs_of(*axes, "--anchor_target=batch", variants=("internal_aux",))) == 4
-
-
-@pytest.mark.parametrize("axis", ["--anchor_target=fixed,batch", "--anchor_unit=absolute,relative"])
-def test_an_anchors_own_knobs_make_no_second_run_without_one(axis):
-    assert len(runs_of(axis, variants=("baseline", "internal"))) == 2
-    assert len(runs_of(axis, variants=("baseline", "internal_aux"))) == 3
-
-
-def test_a_rate_that_does_not_decay_has_no_end():
-    axes = ["--min_lr=0,1e-5", "--lr_decay_iters=20000,30000"]
-    assert len(runs_of(*axes)) == 4 and len(runs_of(*axes, "--decay_lr=False")) == 1
+    runs = runs_of("--anchor_unit=absolute,relative", variants=("baseline", "internal", "internal_aux"))
+    assert len(runs) == 2 + 2
 
 
 def test_plain_knobs_make_a_grid_without_variants():
@@ -280,7 +262,8 @@ def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path, mo
 def test_resumes_what_lacks_an_export_or_steps(stand_in, tmp_path, monkeypatch):
     argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
     assert run_sweep(monkeypatch, *argv) == 0
-    (tmp_path / "out/internal/folded.pt").unlink()
+    export = tmp_path / "out/internal/folded.pt"
+    export.write_bytes(export.read_bytes()[:100])
     metrics = tmp_path / "out/baseline/metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"iter": 2, "val/lo')
     assert run_sweep(monkeypatch, *argv) == 0
@@ -347,17 +330,6 @@ def test_the_previous_checkpoint_alone_is_a_run_to_resume(tmp_path):
     assert runs.look(run) == ("new", "")
     (run.folder / "ckpt.prev.pt").touch()
     assert runs.look(run) == ("resume", "")
-
-
-@pytest.mark.slow
-def test_an_export_that_is_cut_is_written_again(stand_in, tmp_path, monkeypatch):
-    argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, *argv) == 0
-    export = tmp_path / "out/baseline/model.pt"
-    for size in (0, 100):
-        whole = export.read_bytes()
-        export.write_bytes(whole[:size])
-        assert run_sweep(monkeypatch, *argv) == 0 and export.read_bytes() == whole
 
 
 def test_a_gate_has_one_identity_however_its_end_is_said():

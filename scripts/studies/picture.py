@@ -40,15 +40,10 @@ def read_bars(path: Path) -> tuple[str, list[dict]]:
     try:
         rows = [row for row in report["rows"] if row["variant"] in BARS]
         shapes = [(row["runtime"], row["batch"], row["seq"]) for row in rows]
-        rows = [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
-        numbers = [row[key] for row in rows for key in ("tok_s", "ms", "ms_q1", "ms_q3", "speedup")]
-        fault = "" if rows and min(numbers) > 0 else f"it has none of {', '.join(BARS)}"
-        machine = str(report["machine"])
+        return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
     except (KeyError, TypeError) as e:
-        fault = f"{type(e).__name__}: {e}"
-    if fault:
-        raise BadInput(f"{path} is not a report of bench.py ({fault}); name another --bench")
-    return machine, rows
+        what = f"{type(e).__name__}: {e}"
+        raise BadInput(f"{path} is not a report of bench.py ({what}); name another --bench") from None
 
 
 def validated(run: FinishedRun) -> list[tuple[str, str, str, dict[int, float]]]:
@@ -139,7 +134,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1 or k.bench is None:
         example = "python scripts/report.py picture out/demo --bench=bench.json"
         raise BadInput(f"name a run folder and a benchmark of it: {example}")
-    fig = draw_picture(load(Path(words[0])), *read_bars(Path(k.bench)))
+    run, (machine, rows) = load(Path(words[0])), read_bars(Path(k.bench))
+    if not rows:
+        raise BadInput(f"{k.bench} has none of {', '.join(BARS)}; name another --bench")
+    fig = draw_picture(run, machine, rows)
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")
     return f"wrote {k.out}"
