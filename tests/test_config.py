@@ -727,9 +727,8 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     ],
 )
 def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
-    with pytest.raises(BadInput) as e:
+    with refuses(wanted):
         set_by(*flags).resolve()
-    assert wanted in one_line(e)
 
 
 def test_a_resumed_run_keeps_the_record_of_its_weights():
@@ -748,9 +747,8 @@ def test_a_resumed_run_keeps_the_record_of_its_weights():
     ],
 )
 def test_a_resume_is_refused_what_makes_another_run(run, asked, wanted):
-    with pytest.raises(BadInput) as e:
+    with refuses(wanted):
         Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
-    assert wanted in one_line(e)
     moved = Config(init_from="resume", teacher="out/moved")
     assert moved.resumed({"teacher"}, Config(teacher="out/base").resolve()).teacher == "out/moved"
 
@@ -861,9 +859,8 @@ def test_a_write_that_the_system_refuses_is_bad_input(tmp_path):
 
 def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent.pt"):
-        with pytest.raises(BadInput) as e:
+        with refuses(str(path)):
             model_file(path)
-        assert str(path) in one_line(e)
     for name in ("ckpt.pt", "model.pt", "folded.pt"):  # each beats those before it
         (tmp_path / name).touch()
         assert model_file(str(tmp_path)) == tmp_path / name

@@ -402,9 +402,8 @@ def test_export_refuses_a_fold_that_is_right_in_float64_alone(monkeypatch):
         return new
 
     monkeypatch.setitem(FORMS, "folded", careless)
-    with pytest.raises(ModelError) as e:
+    with refuses("float32"):
         proved(model, "folded", tokens(2, 16))
-    assert "float32" in one_line(e)
 
 
 @every_variant
@@ -414,9 +413,8 @@ def test_export_refuses_weights_that_are_not_finite(variant, value):
     with torch.no_grad():
         model.blocks[0].mlp.gate_up.weight[3, 5] = value
     for form in TRANSFORMED:
-        with pytest.raises(ModelError) as e:
+        with refuses("not exported"):
             proved(model, form, idx)
-        assert "not exported" in one_line(e)
 
 
 def test_a_folded_model_trains_and_generates():

@@ -186,9 +186,8 @@ def test_gates_that_go_down_one_by_one():
 def test_schedules_that_contradict_themselves(knobs, words):
     run = dict(taper="all", calibration="mean_scale", n_layer=2, max_iters=40, gate_start=3, warmup_iters=1)
     Config(**{**run, **ONE_BY_ONE}).resolve()
-    with pytest.raises(BadInput) as e:
+    with refuses(words):
         Config(**{**run, **knobs}).resolve()
-    assert words in one_line(e)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,8 @@ def test_schedules_that_contradict_themselves(knobs, words):
     ],
 )
 def test_knobs_that_mean_nothing_alone(knobs, words):
-    with pytest.raises(ModelError) as e:
+    with refuses(words):
         ModelConfig(**knobs)
-    assert words in one_line(e)
     ModelConfig(taper="all", calibration="mean_scale")  # with RMSNorm too
 
 

@@ -2,11 +2,8 @@
 formula."""
 
 import copy
-import itertools
 import math
-import os
-import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +12,12 @@ from conftest import (
     VARIANTS,
     batch,
     every_variant,
-    one_line,
     plain_layernorm,
     plain_rms,
     randomize,
+    refuses,
     same_state,
     scale_of_difference,
-    state_of,
     tiny,
     tiny_config,
     tokens,
@@ -30,12 +26,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forms import FORMS, fold, load_model
-from model import NORMS, Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
-from nanonorm.errors import ModelError
+from model import Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, plain
-from nanonorm.scale import ScaleAnchor, diagnostics
+from nanonorm.scale import diagnostics
 from scripts.speed.peers import as_llama
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -58,57 +53,29 @@ def test_parameter_totals_are_the_papers_sizes(width, hidden, total):
     assert sum(p.numel() for p in model.parameters()) == total
 
 
-BLOCK = {
-    "attn.qkv.weight": (36, 24),
-    "attn.proj.weight": (24, 24),
-    "mlp.gate_up.weight": (128, 24),
-    "mlp.down.weight": (24, 64),
-}
+BLOCK = {"attn.qkv.weight": (36, 24), "attn.proj.weight": (24, 24), "mlp.gate_up.weight": (128, 24),
+         "mlp.down.weight": (24, 64)}  # fmt: skip
 VECTORS = {
-    "rmsnorm": ["weight"],
-    "coupled": ["weight"],
-    "layernorm": ["weight", "bias"],
-    "layernorm-nobias": ["weight"],
-    "cbwc": ["weight", "bias"],
-    "cbwc-nobias": ["weight"],
-    "dyt": ["weight", "bias", "alpha"],
-    "derf": ["weight", "bias", "alpha", "s"],
-    "rmsnorm-all-aux": ["weight", "weight_tilde", "c", "ema_num", "ema_den", "ema_count"],
-    "layernorm-all": ["weight", "bias", "weight_tilde", "c", "ema_num", "ema_den", "ema_count"],
-}
+    "rmsnorm": "weight", "coupled": "weight", "layernorm": "weight bias", "layernorm-nobias": "weight",
+    "cbwc": "weight bias", "cbwc-nobias": "weight", "dyt": "weight bias alpha", "derf": "weight bias alpha s",
+    "rmsnorm-all-aux": "weight weight_tilde c ema_num ema_den ema_count",
+    "layernorm-all": "weight bias weight_tilde c ema_num ema_den ema_count",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("variant", VECTORS)
 def test_names_and_shapes_are_those_of_the_design(variant, tied):
     state = Transformer(tiny_config(variant, n_kv_head=1, tie_embeddings=tied)).state_dict()
-    scalars = {"alpha", "s", "c", "ema_num", "ema_den", "ema_count"}
-    wanted = {"tok_emb.weight": (61, 24)} | {
-        f"blocks.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()
-    }
+    scalars, vectors = {"alpha", "s", "c", "ema_num", "ema_den", "ema_count"}, VECTORS[variant].split()
+    wanted = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()}
+    wanted["tok_emb.weight"] = (61, 24)
     norms = ["norm_final", *(f"blocks.{i}.norm_{kind}" for i in range(2) for kind in ("attn", "mlp"))]
-    wanted |= {f"{norm}.{v}": () if v in scalars else (24,) for norm in norms for v in VECTORS[variant]}
+    wanted |= {f"{norm}.{v}": () if v in scalars else (24,) for norm in norms for v in vectors}
     if not tied:
         wanted["lm_head.weight"] = (61, 24)
     ours = {name: tuple(t.shape) for name, t in state.items() if not name.startswith("anchor.")}
     assert ours == wanted
-
-
-@pytest.mark.parametrize("variant", ["rmsnorm", "layernorm-all", "coupled", "cbwc", "derf"])
-def test_scaled_init_is_on_the_matrices_that_write_the_residual_stream_alone(variant):
-    model = Transformer(tiny_config(variant, n_layer=4, n_embd=128, vocab_size=500, tie_embeddings=False))
-    seen = set()
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            continue
-        kind = name.split(".")[-2]
-        seen.add(kind)
-        wanted = 0.02 / math.sqrt(2 * 4) if kind in ("proj", "down") else 0.02
-        # 16384 draws or more: the measured std is off by 0.6% (one sigma); the two stds are a factor 2.8
-        # apart
-        assert p.std().item() == pytest.approx(wanted, rel=0.03), name
-        assert abs(p.mean().item()) < wanted * 5 / math.sqrt(p.numel()), name
-    assert seen == {"tok_emb", "qkv", "proj", "gate_up", "down", "lm_head"}
 
 
 @every_variant
@@ -122,10 +89,11 @@ def test_norms_start_at_one_and_shifts_at_zero(variant):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied):
+@pytest.mark.parametrize("init", ["gpt2", "fan_in"])
+def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied, init):
     def matrices(variant, seed):
         torch.manual_seed(seed)
-        model = Transformer(tiny_config(variant, tie_embeddings=tied, init="gpt2"))
+        model = Transformer(tiny_config(variant, tie_embeddings=tied, init=init))
         return {n: p for n, p in model.named_parameters() if p.dim() == 2}
 
     reference, other = matrices("rmsnorm", 7), matrices("rmsnorm", 8)
@@ -142,16 +110,9 @@ def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied):
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("rope_base", [10000.0, 50.0])
 def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base):
+    shape = dict(n_kv_head=n_kv_head, tie_embeddings=tied, rope_base=rope_base, block_size=32)
     # std 0.12: attention is neither uniform nor one-hot, so a wrong angle or a wrong head shows
-    model = tiny(
-        "rmsnorm",
-        dtype=torch.float32,
-        std=0.12,
-        n_kv_head=n_kv_head,
-        tie_embeddings=tied,
-        rope_base=rope_base,
-        block_size=32,
-    )
+    model = tiny("rmsnorm", dtype=torch.float32, std=0.12, **shape)
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
     llama, text = as_llama(model, attention="eager"), tokens(2, 32, seed=3)
     with torch.no_grad():
@@ -166,11 +127,9 @@ def test_loss_is_the_cross_entropy_of_the_targets_and_total_adds_aux():
     idx, targets = batch()
     model = tiny("rmsnorm", std=0.1)
     logits = model(idx)
-    by_hand = -torch.stack(
-        [logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(3) for t in range(16)]
-    ).mean()
+    said = [logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(3) for t in range(16)]
     losses = model(idx, targets)
-    assert losses.ce.item() == pytest.approx(by_hand.item(), rel=EXACT)
+    assert losses.ce.item() == pytest.approx(-sum(said).item() / len(said), rel=EXACT)
     assert losses.total.item() == losses.ce.item() and losses.aux.item() == 0
     with_aux = tiny("rmsnorm", std=0.1, aux_weight=0.7)(idx, targets)
     assert with_aux.ce.item() == losses.ce.item() and with_aux.aux.item() > 0
@@ -210,10 +169,8 @@ def test_a_later_token_changes_no_earlier_logit(variant, phase):
 def test_rope_is_relative(shift, T, seed):
     """Moving all positions by the same number changes nothing; moving some of them does."""
     model = tiny("rmsnorm", seed=seed, block_size=64, std=0.4, n_kv_head=2)
-    attn, x = (
-        model.blocks[0].attn,
-        torch.randn(2, T, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),
-    )
+    torch.manual_seed(seed)
+    attn, x = model.blocks[0].attn, torch.randn(2, T, 24, dtype=torch.float64)
     with torch.no_grad():
         here = attn(x, model.rope[:, :T])
         # the tables are float32: an angle up to 64 is off by 4e-6, and the sharpest attention multiplies that
@@ -231,9 +188,8 @@ def test_rope_tables_stay_float32_and_exact_whatever_the_model_is_cast_to(cast, 
     torch.save(model.to_file({}), tmp_path / "model.pt")
     for m in (model, fold(model), copy.deepcopy(model).bfloat16(), load_model(tmp_path / "model.pt")):
         assert m.rope.dtype is torch.float32 and torch.equal(m.rope, before)
-    angle = torch.arange(2048, dtype=torch.float64)[:, None] * 10000.0 ** (
-        -torch.arange(8, dtype=torch.float64) / 8
-    )
+    frequency = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    angle = torch.outer(torch.arange(2048, dtype=torch.float64), frequency)
     cos, sin = before[0, :, 0].double(), before[1, :, 0].double()
     # an angle of 2048 in float32 is off by half a unit in the last place (6e-5), times the rounded
     # frequency (1.2e-4)
@@ -272,32 +228,15 @@ def test_narrow_heads_padded_or_not_attend_alike(monkeypatch, padded):
     scores = (q @ k.mT / 2).masked_fill(torch.ones(256, 256, dtype=torch.bool).triu(1), -math.inf)
     wanted, got = scores.softmax(-1) @ v, attend(q, k, v)
     assert scale_of_difference(got, wanted) <= EXACT
-    for a, b in zip(
-        torch.autograd.grad(got.square().sum(), (q, k, v)),
-        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
-        strict=True,
-    ):
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (got, wanted)), strict=True):
         assert scale_of_difference(a, b) <= EXACT
-
-
-@given(cuts=st.sets(st.integers(1, 15)), variant=st.sampled_from(list(VARIANTS)), folded=st.booleans())
-def test_logits_through_the_cache_are_those_of_one_pass_however_the_text_is_cut(cuts, variant, folded):
-    model, idx = tiny(variant, n_kv_head=2).eval(), tokens(2, 16)
-    model = fold(model) if folded else model
-    with torch.no_grad():
-        cache = KVCache(model, 2, 16)
-        ends = [0, *sorted(cuts), 16]
-        pieces = [model(idx[:, a:b], cache=cache) for a, b in itertools.pairwise(ends)]
-        assert scale_of_difference(torch.cat(pieces, 1), model(idx)) <= EXACT
-        assert cache.pos.item() == 16
 
 
 def test_compiled_generation_says_the_same():
     """Past the window's end too, where the context drops to its half."""
     model, prompt = tiny("coupled", dtype=torch.float32, block_size=16), tokens(2, 5, seed=4)
-    assert torch.equal(
-        model.generate(prompt, 20, temperature=0, compile=True), model.generate(prompt, 20, temperature=0)
-    )
+    compiled, eager = (model.generate(prompt, 20, temperature=0, compile=c) for c in (True, False))
+    assert torch.equal(compiled, eager)
 
 
 @pytest.mark.slow
@@ -365,12 +304,9 @@ def test_sampling_frequencies_are_the_softmax_at_that_temperature():
     rng, n = torch.Generator().manual_seed(0), 40_000
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0])
     for temperature in (0.5, 1.0, 3.0):
-        counts = (
-            sample_token(logits.expand(n, 4), temperature, None, 1.0, rng).flatten().bincount(minlength=4) / n
-        )
-        assert (
-            counts - (logits / temperature).softmax(-1)
-        ).abs().max() < 0.01  # four standard errors of 40000 draws
+        drawn = sample_token(logits.expand(n, 4), temperature, None, 1.0, rng).flatten()
+        off = drawn.bincount(minlength=4) / n - (logits / temperature).softmax(-1)
+        assert off.abs().max() < 0.01  # four standard errors of 40000 draws
 
 
 def test_generation_stops_at_stop_id_row_by_row():
@@ -455,18 +391,11 @@ def test_coupled_norm_is_the_formula_with_a_constant_sigma_in_the_mlp_path(throu
 
 
 def norm_by_hand(norm, h):
-    """DyT and Derf a number at a time."""
+    """DyT and Derf by Python's own tanh and erf."""
     f = math.tanh if type(norm) is DyT else math.erf
     s = norm.s.item() if type(norm) is Derf else 0.0
-    alpha = norm.alpha.item()
-    rows = [
-        [
-            f(alpha * x + s) * g + b
-            for x, g, b in zip(row, norm.weight.tolist(), norm.bias.tolist(), strict=True)
-        ]
-        for row in h.tolist()
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
+    activated = [[f(norm.alpha.item() * x + s) for x in row] for row in h.tolist()]
+    return torch.tensor(activated, dtype=torch.float64) * norm.weight + norm.bias
 
 
 @pytest.mark.parametrize("variant", ["dyt", "derf"])
@@ -483,11 +412,8 @@ def test_dyt_and_derf_are_their_formulas_and_learn_every_parameter(variant):
 @pytest.mark.parametrize("variant", ["rmsnorm", "layernorm", "layernorm-nobias", "cbwc", "cbwc-nobias"])
 def test_rmsnorm_and_layernorm_are_their_formulas(variant):
     model = tiny(variant, norm_eps=0.03)  # an epsilon that shows
-    h = (
-        torch.randn(5, 7, 24, dtype=torch.float64)
-        * torch.logspace(-2, 2, 5, dtype=torch.float64).view(5, 1, 1)
-        + 0.4
-    )
+    sizes = torch.logspace(-2, 2, 5, dtype=torch.float64).view(5, 1, 1)
+    h = torch.randn(5, 7, 24, dtype=torch.float64) * sizes + 0.4
     formula = plain_layernorm if variant.startswith("layernorm") else plain_rms
     for norm in (model.blocks[0].norm_attn, model.norm_final):
         assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
@@ -502,22 +428,16 @@ def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
     fixed = torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_()
     norm = (h, weight, bias if shift else None, 0.03, fixed if shift else None)
     assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
-    assert (
-        scale_of_difference(
-            EagerRMSNorm.apply(*norm)[0], plain_rms(h, weight, 0.03, norm[2]) + shift * fixed * h
-        )
-        <= EXACT
-    )
+    wanted = plain_rms(h, weight, 0.03, norm[2]) + shift * fixed * h
+    assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], wanted) <= EXACT
     down = torch.randn(5, 6, dtype=torch.float64, generator=rng).requires_grad_()
     frozen = [t.detach() if t is not None and t is not h and not isinstance(t, float) else t for t in norm]
     assert torch.autograd.gradcheck(lambda h: EagerRMSNorm.apply(h, *frozen[1:])[0], (h,))
     assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up, down))
     assert torch.autograd.gradcheck(lambda x: EagerSwiGLU.apply(x, down.detach()), (gate_up,))
     gate, up = gate_up.chunk(2, -1)
-    assert (
-        scale_of_difference(EagerSwiGLU.apply(gate_up, down), gate * torch.sigmoid(gate) * up @ down.t())
-        <= EXACT
-    )
+    wanted = gate * torch.sigmoid(gate) * up @ down.t()
+    assert scale_of_difference(EagerSwiGLU.apply(gate_up, down), wanted) <= EXACT
 
 
 def test_a_watched_or_wrapped_down_is_called_in_training():
@@ -540,10 +460,7 @@ def test_the_mlp_under_autocast_is_as_exact_as_autograds():
     def grads(forward, dtype):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             y = forward(x.to(dtype))
-        return [
-            y.double(),
-            *(g.double() for g in torch.autograd.grad(y.double().square().sum(), (x, *weights))),
-        ]
+        return [y.double(), *torch.autograd.grad(y.double().square().sum(), (x, *weights))]
 
     ours = grads(mlp, torch.float32)
     with plain():
@@ -640,12 +557,8 @@ def test_statistics_are_float32_under_bfloat16_autocast(name, stream):
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_the_bare_statistics_are_float32_for_half_inputs_and_float64_stays(low):
     h = 10 * torch.randn(2, 3, 24, dtype=torch.float64)
-    for f in (
-        RMSNorm(24, 1e-6).inverse,
-        RMSNorm(24, 1e-6).scale,
-        LayerNorm(24, 1e-6).inverse,
-        LayerNorm(24, 1e-6).scale,
-    ):
+    rms, ln = RMSNorm(24, 1e-6), LayerNorm(24, 1e-6)
+    for f in (rms.inverse, rms.scale, ln.inverse, ln.scale):
         assert f(h).dtype is torch.float64 and f(h.float()).dtype is torch.float32
         ours = f(h.to(low))
         assert ours.dtype is torch.float32
@@ -740,13 +653,8 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.61, "scale": 0.0}[phase])
     meta = {"phase": phase, "gate": model.gate.tolist(), "step": 12}
-    path = save(
-        model,
-        tmp_path / "ckpt.pt",
-        meta,
-        optimizer=torch.optim.AdamW(model.parameters()).state_dict(),
-        extra=[1, "two"],
-    )
+    more = {"optimizer": torch.optim.AdamW(model.parameters()).state_dict(), "extra": [1, "two"]}
+    path = save(model, tmp_path / "ckpt.pt", meta, **more)
     again = load_model(path)
     assert again.phase == phase and torch.equal(again.gate, model.gate)
     assert same_state(again.state_dict(), model.state_dict())
@@ -755,84 +663,37 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
         m.train()
     ours, theirs = model(idx, targets), again(idx, targets)
     assert torch.equal(ours.total, theirs.total) and torch.equal(ours.aux, theirs.aux)
-    assert {n for n, p in again.named_parameters() if p.requires_grad} == {
-        n for n, p in model.named_parameters() if p.requires_grad
-    }
+    wanting = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (model, again)]
+    assert wanting[0] == wanting[1]
     assert read_file(path)["extra"] == [1, "two"]
 
 
-class Bomb:
-    """A pickle that creates a file when it is loaded by a loader that runs code."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def edited(model, **changes):
-    """The model's file with `config`, `state` or `meta` updated; None removes an entry."""
-    file = model.to_file({"phase": "scale"})
-    for part, update in changes.items():
-        file[part] = {k: v for k, v in {**file[part], **update}.items() if v is not None}
-    return file
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_pickle_that_would_run_code_does_not_run(tmp_path):
-    marker = tmp_path / "ran"
-    plain, zipped = tmp_path / "plain.pt", tmp_path / "zipped.pt"
-    plain.write_bytes(pickle.dumps(Bomb(marker)))
-    torch.save({**tiny().to_file({}), "meta": {"x": Bomb(marker)}}, zipped)
-    for path in (plain, zipped):
-        with pytest.raises(ModelError) as e:
-            load_model(path)
-        assert path.name in one_line(e)
-        assert not marker.exists()
-    torch.load(zipped, weights_only=False)  # the bomb is live: a loader that trusts the file sets it off
-    assert marker.is_dir()
-
-
-BAD_FILES = {  # what is wrong -> (writes it, what the message must hold)
-    "missing tensor": (
-        lambda m, p: torch.save(edited(m, state={"blocks.1.mlp.down.weight": None}), p),
-        "blocks.1.mlp.down.weight is missing",
-    ),
-    "missing table": (lambda m, p: torch.save(edited(m, state={"tok_emb.weight": None}), p), "state"),
-    "extra tensor": (
-        lambda m, p: torch.save(edited(m, state={"blocks.9.x": torch.ones(2)}), p),
-        "no place for tensor blocks.9.x",
-    ),
-    "wrong shape": (
-        lambda m, p: torch.save(edited(m, state={"norm_final.weight": torch.ones(23)}), p),
-        "norm_final.weight is (23,), not (24,)",
-    ),
-    "not a tensor": (lambda m, p: torch.save(edited(m, state={"norm_final.weight": 3.0}), p), "state"),
-    "integer table": (
-        lambda m, p: torch.save(edited(m, state={"tok_emb.weight": torch.ones(61, 24, dtype=torch.long)}), p),
-        "tok_emb",
-    ),
-    "unknown config key": (lambda m, p: torch.save(edited(m, config={"n_heads": 4}), p), "n_heads"),
-    "config of another model": (lambda m, p: torch.save(edited(m, config={"n_layer": 3}), p), "blocks.2"),
-    "config that means nothing": (lambda m, p: torch.save(edited(m, config={"n_head": 5}), p), "n_head=5"),
-    "no heads": (lambda m, p: torch.save(edited(m, config={"n_head": 0}), p), ""),
-    "no layers": (lambda m, p: torch.save(edited(m, config={"n_layer": 0}), p), ""),
-    "negative layers": (lambda m, p: torch.save(edited(m, config={"n_layer": -1}), p), ""),
-    "negative vocabulary": (lambda m, p: torch.save(edited(m, config={"vocab_size": -1}), p), ""),
-    "text for a number": (lambda m, p: torch.save(edited(m, config={"n_embd": "24"}), p), ""),
-    "unknown form": (lambda m, p: torch.save(edited(m, config={"form": "melted"}), p), "melted"),
-    "unknown phase": (lambda m, p: torch.save(edited(m, meta={"phase": "melted"}), p), "melted"),
-    "later format": (
-        lambda m, p: torch.save(edited(m, meta={"format": FORMAT + 1}), p),
-        f"of format {FORMAT + 1}",
-    ),
-    "gate of text": (lambda m, p: torch.save(edited(m, meta={"gate": "open"}), p), "gate"),
-    "gates of text": (lambda m, p: torch.save(edited(m, meta={"gate": ["open"]}), p), "gate"),
-    "too many gates": (lambda m, p: torch.save(edited(m, meta={"gate": [1.0] * 99}), p), "99 gates"),
+EDITED = {  # what is wrong -> (what takes the place of the file's own, None for nothing; what is said)
+    "missing tensor": ({"state": {"blocks.1.mlp.down.weight": None}}, "blocks.1.mlp.down.weight is missing"),
+    "missing table": ({"state": {"tok_emb.weight": None}}, "state"),
+    "extra tensor": ({"state": {"blocks.9.x": torch.ones(2)}}, "no place for tensor blocks.9.x"),
+    "wrong shape": ({"state": {"norm_final.weight": torch.ones(23)}}, "norm_final.weight is (23,), not "),
+    "not a tensor": ({"state": {"norm_final.weight": 3.0}}, "state"),
+    "integer table": ({"state": {"tok_emb.weight": torch.ones(61, 24, dtype=torch.long)}}, "tok_emb"),
+    "unknown config key": ({"config": {"n_heads": 4}}, "n_heads"),
+    "config of another model": ({"config": {"n_layer": 3}}, "blocks.2"),
+    "config that means nothing": ({"config": {"n_head": 5}}, "n_head=5"),
+    "no heads": ({"config": {"n_head": 0}}, "n_head"),
+    "no layers": ({"config": {"n_layer": 0}}, "n_layer"),
+    "negative layers": ({"config": {"n_layer": -1}}, "n_layer"),
+    "negative vocabulary": ({"config": {"vocab_size": -1}}, "vocab_size"),
+    "text for a number": ({"config": {"n_embd": "24"}}, "n_embd"),
+    "unknown form": ({"config": {"form": "melted"}}, "melted"),
+    "unknown phase": ({"meta": {"phase": "melted"}}, "melted"),
+    "later format": ({"meta": {"format": FORMAT + 1}}, f"of format {FORMAT + 1}"),
+    "gate of text": ({"meta": {"gate": "open"}}, "gate"),
+    "gates of text": ({"meta": {"gate": ["open"]}}, "gate"),
+    "too many gates": ({"meta": {"gate": [1.0] * 99}}, "99 gates"),
+}
+OTHERS = {  # what is wrong -> (writes it, what is said)
     "bare state dict": (lambda m, p: torch.save(m.state_dict(), p), "config"),
     "a list": (lambda m, p: torch.save([1, 2], p), "config"),
-    "no meta": (lambda m, p: torch.save({k: v for k, v in m.to_file({}).items() if k != "meta"}, p), "meta"),
+    "no meta": (lambda m, p: torch.save({"config": {}, "state": m.state_dict()}, p), "meta"),
     "a whole module": (lambda m, p: torch.save(m, p), "cannot be read"),
     "text": (lambda m, p: p.write_text("hello\nworld"), "cannot be read"),
     "empty": (lambda m, p: p.write_bytes(b""), "cannot be read"),
@@ -841,15 +702,20 @@ BAD_FILES = {  # what is wrong -> (writes it, what the message must hold)
 }
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
+@pytest.mark.parametrize("case", [*EDITED, *OTHERS])
 def test_a_bad_file_is_one_line(case, tmp_path):
-    write, wanted = BAD_FILES[case]
-    path = tmp_path / "bad.pt"
-    write(tiny("rmsnorm-all-aux"), path)
-    with pytest.raises(ModelError) as e:
+    model, path = tiny("rmsnorm-all-aux"), tmp_path / "bad.pt"
+    if case in EDITED:
+        changes, said = EDITED[case]
+        file = model.to_file({"phase": "scale"})
+        for part, update in changes.items():
+            file[part] = {k: v for k, v in {**file[part], **update}.items() if v is not None}
+        torch.save(file, path)
+    else:
+        write, said = OTHERS[case]
+        write(model, path)
+    with refuses(said):
         load_model(path)
-    message = one_line(e)
-    assert wanted in message
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.99])
@@ -857,9 +723,8 @@ def test_a_file_cut_short_is_one_line(share, tmp_path):
     path = save(tiny(), tmp_path / "cut.pt")
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ModelError) as e:
+    with refuses("cut.pt"):
         load_model(path)
-    assert "cut.pt" in one_line(e)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -893,26 +758,10 @@ def test_a_file_cut_short_is_one_line(share, tmp_path):
     ids=str,
 )
 def test_a_configuration_that_means_nothing_is_refused_with_what_would(bad, names):
-    with pytest.raises(ModelError) as e:
+    with refuses(names):
         ModelConfig(**bad)
-    assert names in one_line(e)
-
-
-@every_variant
-def test_a_configuration_that_means_something_is_accepted_and_round_trips(variant):
-    config = tiny_config(variant)
-    assert ModelConfig(**asdict(config)) == config
-    assert config.n_kv_head == config.n_head == 4
-    assert set(NORMS) == {"rmsnorm", "layernorm", "coupled", "cbwc", "dyt", "derf"}
 
 
 def test_a_form_is_made_by_folding_not_by_construction():
-    with pytest.raises(ModelError) as e:
+    with refuses("form=folded"):
         Transformer(tiny_config(form="folded"))
-    assert "form=folded" in one_line(e)
-
-
-def test_only_a_weight_on_the_anchor_makes_one():
-    assert Transformer(tiny_config()).anchor is None
-    assert isinstance(Transformer(tiny_config(aux_weight=0.1)).anchor, ScaleAnchor)
-    assert state_of(Transformer(tiny_config(aux_weight=0.1))).keys() >= {"anchor.target"}

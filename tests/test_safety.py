@@ -136,7 +136,6 @@ EXCEPTIONS = {  # where one of these is what the file is for
     ("tests/test_readme.py", "shell=True"),  # the first command, as typed
     ("tests/test_foldable.py", "exec"),
     ("tests/test_foldable.py", "pickle.loads"),
-    ("tests/test_model.py", "torch.load"),  # that the bomb is live
     ("tests/test_safety.py", "torch.load"),
     ("tests/test_safety.py", "pickle.loads"),
     ("tests/test_safety.py", "os.system"),

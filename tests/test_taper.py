@@ -414,9 +414,8 @@ def test_a_degenerate_calibration_is_refused_by_the_norms_name(variant, broken):
     if broken != "nothing observed":
         model(idx, targets)
         model.update_statistics()
-    with pytest.raises(ModelError) as e:
+    with refuses("0.attn: "):
         model.calibrate()
-    assert one_line(e).startswith("0.attn: ")
 
 
 def test_a_denominator_below_delta_is_degenerate():
@@ -427,9 +426,8 @@ def test_a_denominator_below_delta_is_degenerate():
     model(*batch())
     model.update_statistics()
     assert torch.isfinite(model.blocks[0].norm_attn.c_now()) and model.blocks[0].norm_attn.c_now() > 0
-    with pytest.raises(ModelError) as e:
+    with refuses("0.attn: "):
         model.calibrate()
-    assert one_line(e).startswith("0.attn: ")
 
 
 def test_a_degenerate_norm_in_the_middle_is_the_one_named():
@@ -437,16 +435,14 @@ def test_a_degenerate_norm_in_the_middle_is_the_one_named():
     model(*batch())
     model.update_statistics()
     model.blocks[1].norm_mlp.ema_num.fill_(torch.nan)
-    with pytest.raises(ModelError) as e:
+    with refuses("1.mlp: "):
         model.calibrate()
-    assert one_line(e).startswith("1.mlp: ")
 
 
 def test_a_scale_target_without_observation_is_refused():
     model = in_norm_phase("rmsnorm", aux_weight=0.1)
-    with pytest.raises(ModelError) as e:
+    with refuses("anchor: "):
         model.calibrate()
-    assert one_line(e).startswith("anchor: ")
 
 
 # ---------------------------------------------------------------------------------------------------------
