@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import refuses
 
 from config import Config
 from forms import fold, fold_error, from_file, proved, unfuse, with_factor
@@ -46,19 +45,6 @@ def test_alpha_begins_where_dyt_alpha_says(norm):
         assert block.norm_mlp.alpha.item() == pytest.approx(0.2)
     assert model.norm_final.alpha.item() == pytest.approx(0.3)
     assert made(norm=norm).norm_final.alpha.item() == 0.5
-
-
-@pytest.mark.parametrize(
-    "knobs, words",
-    [
-        ({"dyt_alpha": (1, 1, 1)}, "needs norm=dyt or derf, not norm=rmsnorm"),
-        ({"norm": "dyt", "dyt_alpha": (1, 1)}, "is three numbers up to 1e6"),
-        ({"norm": "dyt", "dyt_alpha": (1, 1, 1e39)}, "is three numbers up to 1e6"),
-    ],
-)
-def test_an_alpha_without_a_place_is_refused(knobs, words):
-    with refuses(words):
-        made(**knobs)
 
 
 def test_the_stream_begins_larger_by_emb_scale():

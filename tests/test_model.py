@@ -731,32 +731,44 @@ def test_a_file_cut_short_is_one_line(share, tmp_path):
 # configurations that mean nothing
 
 
-@pytest.mark.parametrize(
-    "bad, names",
-    [
-        ({"n_embd": 100, "n_head": 16}, "n_head=16"),
-        ({"n_embd": 48, "n_head": 16}, "even"),
-        ({"n_kv_head": 3}, "n_kv_head=3"),
-        ({"norm": "batchnorm"}, "batchnorm"),
-        ({"taper": "some"}, "some"),
-        ({"form": "melted"}, "melted"),
-        *[
-            ({"norm": norm, "taper": "all"}, f"with {norm} use taper=none")
-            for norm in ("coupled", "cbwc", "dyt", "derf")
-        ],
-        ({"norm": "dyt", "taper": "internal"}, "with dyt use taper=none"),
-        *[
-            ({"norm": norm, "norm_bias": False}, "needs a norm with a shift")
-            for norm in ("rmsnorm", "coupled", "dyt", "derf")
-        ],
-        ({"coupled_grad": True}, "coupled_grad=True needs norm=coupled"),
-        ({"norm": "cbwc", "coupled_from_layer": 1}, "coupled_from_layer=1 needs norm=coupled"),
-        ({"norm": "coupled", "coupled_from_layer": 8}, "below n_layer"),
-        ({"calib_skip_first": True}, "needs a taper"),
-        ({"calib_skip_first": True, "taper": "all", "block_size": 1}, "block_size above 1"),
-    ],
-    ids=str,
-)
+MEANS_NOTHING = [
+    ({"n_embd": 100, "n_head": 16}, "n_head=16"),
+    ({"n_embd": 30, "n_head": 4}, "or head_dim be given"),
+    ({"n_embd": 48, "n_head": 16}, "even"),
+    ({"head_dim": 5}, "head_dim=5 must be even"),
+    ({"n_kv_head": 3}, "n_kv_head=3"),
+    ({"norm": "batchnorm"}, "batchnorm"),
+    ({"taper": "some"}, "some"),
+    ({"form": "melted"}, "melted"),
+    ({"norm": "dyt", "taper": "internal"}, "with dyt use taper=none"),
+    *(({"norm": n, "taper": "all"}, f"with {n} use taper=none") for n in ["coupled", "cbwc", "dyt", "derf"]),
+    *(
+        ({"norm": n, "norm_bias": False}, "needs a norm with a shift")
+        for n in ["rmsnorm", "coupled", "dyt", "derf"]
+    ),
+    ({"coupled_grad": True}, "coupled_grad=True needs norm=coupled"),
+    ({"norm": "cbwc", "coupled_from_layer": 1}, "coupled_from_layer=1 needs norm=coupled"),
+    ({"norm": "coupled", "coupled_from_layer": 8}, "below n_layer"),
+    ({"calib_skip_first": True}, "needs a taper"),
+    ({"calib_skip_first": True, "taper": "all", "block_size": 1}, "block_size above 1"),
+    ({"calibration": "mean_scale"}, "needs a taper"),
+    ({"calibration": "mean_scale", "taper": "all", "norm": "dyt"}, "a taper needs"),
+    ({"anchor_target": "batch"}, "needs aux_weight"),
+    ({"anchor_unit": "relative"}, "needs aux_weight"),
+    ({"positions": "learned", "rope_base": 5e5}, "need positions=rope"),
+    ({"positions": "learned", "rope_scaling": (8.0, 1.0, 4.0, 64.0)}, "need positions=rope"),
+    ({"rope_scaling": (8.0, 1.0, 4.0)}, "must be four numbers"),
+    ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "high must be above low"),
+    ({"bias": True, "qkv_bias": True}, "leave qkv_bias out"),
+    ({"taper_qk": True, "qk_norm": True}, "taper=internal or all"),
+    ({"taper_qk": True, "taper": "all"}, "needs qk_norm=True"),
+    ({"dyt_alpha": (1, 1, 1)}, "needs norm=dyt or derf, not norm=rmsnorm"),
+    ({"norm": "dyt", "dyt_alpha": (1, 1)}, "is three numbers up to 1e6"),
+    ({"norm": "dyt", "dyt_alpha": (1, 1, 1e39)}, "is three numbers up to 1e6"),
+]
+
+
+@pytest.mark.parametrize("bad, names", MEANS_NOTHING, ids=str)
 def test_a_configuration_that_means_nothing_is_refused_with_what_would(bad, names):
     with refuses(names):
         ModelConfig(**bad)
