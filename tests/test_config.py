@@ -18,16 +18,16 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 import pytest
 import torch
-from conftest import ROOT, one_line
+from conftest import ROOT, one_line, refuses
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from running import TINY, train
 
 from config import Config, free_on_resume, gpt2
-from model import NORMS, TAPERED_SITES, ModelConfig, ModelKnobs, Transformer
+from model import ModelConfig, ModelKnobs, Transformer
 from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write, folder_name
 from nanonorm.knobs import Anew, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
@@ -105,35 +105,10 @@ def test_every_default_is_of_its_type_and_in_range():
         assert value == f.default and type(value) is type(f.default), f.name
 
 
-def test_model_knobs_and_model_config_agree():
-    """ModelConfig has `form` more; None for vocab_size and n_kv_head is for the program to resolve."""
-    knobs = {f.name: f.default for f in dataclasses.fields(Config) if hasattr(ModelKnobs, f.name)}
-    model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
-    assert model.pop("form") == "trained"
-    assert list(knobs) == list(model)
-    assert knobs.pop("vocab_size") is None and model.pop("vocab_size") == 10_000
-    assert knobs == model
-    assert {k: type(v) for k, v in knobs.items()} == {k: type(v) for k, v in model.items()}
-    assert ModelConfig().n_kv_head == ModelConfig().n_head
-
-
-def test_the_choices_are_those_that_the_model_knows():
-    assert in_words(HINTS["norm"]) == f"one of {', '.join(NORMS)}"
-    assert in_words(HINTS["taper"]) == f"one of {', '.join(TAPERED_SITES)}"
-
-
 def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
-    assert set(KNOBS) >= free_on_resume()
-    assert not free_on_resume() & {f.name for f in dataclasses.fields(ModelKnobs)}
-    assert not free_on_resume() & {
-        "seed",
-        "batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "max_iters",
-        "dataset",
-        "gate_end",
-    }
+    computed = {"seed", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters", "dataset"}
+    computed |= {"gate_end", *(f.name for f in dataclasses.fields(ModelKnobs))}
+    assert set(KNOBS) >= free_on_resume() and not free_on_resume() & computed
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -247,30 +222,10 @@ def in_range(hint, value) -> bool:
 
 # anything at all, and text close to Python: literals, brackets, quotes, numbers in every notation
 near_python = st.text(alphabet="[](){}<>,:;'\"\\=+-*/._ 0123456789eExXoObBjJfaTruFlsNn#\n\t\0", max_size=12)
-words = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "(",
-    ")",
-    "1",
-    "'a'",
-    ":",
-    ",",
-    "None",
-    "1e5",
-    "-",
-    "0x",
-    "f" * 5000,
-    "*",
-    "b''",
-    "...",
-]
+words = [*"{}[]()1:,-*", "'a'", "None", "1e5", "0x", "b''", "...", "f" * 5000]
 pieces = st.lists(st.sampled_from(words), max_size=6).map("".join)
-numbers = st.one_of(st.integers(), st.floats(), st.integers(2**1000, 2**1030), st.booleans(), st.none()).map(
-    repr
-)
+integers = st.one_of(st.integers(), st.integers(2**1000, 2**1030))
+numbers = st.one_of(integers, st.floats(), st.booleans(), st.none()).map(repr)
 
 
 @settings(max_examples=500)
@@ -320,13 +275,10 @@ def values(hint):
             return st.sampled_from(list(limit.table()))
         if get_origin(base) is tuple:
             return st.lists(values(get_args(base)[0]), min_size=1, max_size=3).map(tuple)
-        low, high = limit
-        low, high = low, None if high == math.inf else high
-        return (
-            st.integers(low, high)
-            if base is int
-            else st.floats(low, high, allow_nan=False, allow_infinity=False)
-        )
+        low, high = limit.low, None if limit.high == math.inf else limit.high
+        if base is int:
+            return st.integers(low, high)
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     return {
@@ -340,7 +292,6 @@ def values(hint):
 def test_a_value_survives_its_own_text(name, data):
     """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can
     read."""
-
     value = data.draw(values(HINTS[name]))
     parsed = getattr(set_by(f"--{name}={value}"), name)
     assert parsed == value and type(parsed) is type(value)
@@ -381,24 +332,13 @@ def test_a_file_may_start_from_another(tmp_path, monkeypatch):
 
 
 def test_underscore_names_and_modules_are_scratch_and_files_do_not_see_each_other(tmp_path):
-    a = write(
-        tmp_path,
-        "a.py",
-        "import math\nimport os.path\n_d = 8\nn_embd = _d * int(math.sqrt(64))\nimport collections as c\n",
-    )
-    assert parse(Config, [a], files=True)[0].n_embd == 64
+    text = "import math\nimport os.path\n_d = 8\nn_embd = _d * int(math.sqrt(64))\nimport collections as c\n"
+    more = "n_layer = sum(1 for _i in range(4))\nif n_layer > 2:\n    n_head = [k for k in (1, 2)][-1]\n"
+    a = write(tmp_path, "a.py", text + more)
+    config = parse(Config, [a], files=True)[0]
+    assert (config.n_embd, config.n_layer, config.n_head) == (64, 4, 2)
     b = write(tmp_path, "b.py", "n_layer = _d\n")
     assert refused(a, b, files=True).startswith(f"{b}:1: NameError")
-
-
-def test_a_file_runs_as_the_python_it_is(tmp_path):
-    a = write(
-        tmp_path,
-        "a.py",
-        "n_layer = sum(1 for _i in range(4))\nif n_layer > 2:\n    n_head = [k for k in (1, 2)][-1]\n",
-    )
-    config = parse(Config, [a], files=True)[0]
-    assert (config.n_layer, config.n_head) == (4, 2)
 
 
 BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
@@ -472,9 +412,8 @@ def test_a_row_of_a_table_is_a_run(tmp_path):
     assert (config.n_layer, explicit, words) == (4, {"n_layer", "seed"}, [f"{table}:n4"])
     for row in ("n5", ""):
         assert f"name one of its rows, as in {table}:n3" in refused(f"{table}:{row}", files=True)
-    assert f"{table}:n3x: unknown key 'n_layers'" in refused(
-        write(tmp_path, "t.py", "ROWS = {'n3x': {'n_layers': 3}}\n") + ":n3x", files=True
-    )
+    write(tmp_path, "t.py", "ROWS = {'n3x': {'n_layers': 3}}\n")
+    assert f"{table}:n3x: unknown key 'n_layers'" in refused(f"{table}:n3x", files=True)
     run = write(tmp_path, "run.py", "seed = 3\n")
     assert f"{run} is no table of runs" in refused(f"{run}:n3", files=True)
     assert f"no config file {tmp_path}/no.py" in refused(f"{tmp_path}/no.py:n3", files=True)
@@ -525,11 +464,6 @@ def test_what_changes_a_run_changes_its_folder_and_nothing_else_does(name, data)
     first, other = data.draw(st.tuples(values(HINTS[name]), values(HINTS[name])))
     changes = name in {"init_from", "teacher"} or name not in free_on_resume()
     assert (named(f"--{name}={first}") != named(f"--{name}={other}")) == (changes and first != other)
-
-
-@given(flags=st.permutations(["--seed=3", "--norm=layernorm", "--beta1=0.5", "--dataset=x"]))
-def test_the_order_of_flags_names_no_other_folder(flags):
-    assert named(*flags) == "out/run-beta1=0.5-dataset=x-norm=layernorm-seed=3"
 
 
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=300))
@@ -652,24 +586,14 @@ def test_a_command_of_the_list_is_one_that_works():
 
 
 def test_resolve_fills_in_what_defaults_to_another_knob():
-    config = set_by("--max_iters=2000").resolve()
-    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (
-        100,
-        2000,
-        100,
-        2000,
-    )
-    config = set_by(
-        "--max_iters=2000", "--warmup_iters=30", "--gate_end=500", "--lr_decay_iters=900"
-    ).resolve()
-    assert (config.warmup_iters, config.lr_decay_iters, config.gate_start, config.gate_end) == (
-        30,
-        900,
-        30,
-        500,
-    )
-    config = set_by("--max_iters=2000", "--gate_start=7", "--taper=all").resolve()
-    assert (config.warmup_iters, config.gate_start) == (100, 7)
+    for flags, *wanted in (
+        ("", 100, 2000, 100, 2000),
+        ("--warmup_iters=30 --gate_end=500 --lr_decay_iters=900", 30, 900, 30, 500),
+        ("--gate_start=7 --taper=all", 100, 2000, 7, 2000),
+    ):
+        c = set_by("--max_iters=2000", *flags.split()).resolve()
+        assert [c.warmup_iters, c.lr_decay_iters, c.gate_start, c.gate_end] == wanted
+        assert dataclasses.asdict(c.resolve()) == dataclasses.asdict(c)  # once is enough
     assert set_by("--max_iters=2000", "--gate_end_ratio=0.75").resolve().gate_end == 1500
     both = set_by("--gate_end=500", "--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all").resolve()
     assert both.gate_end == 500
@@ -678,16 +602,12 @@ def test_resolve_fills_in_what_defaults_to_another_knob():
         more = ["--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all", *alike]
         assert set_by(*more).resolve().remarks() == []
     assert set_by("--gate_end_ratio=0", "--taper=none").resolve().gate_end == 1
-    by_gaps = set_by(
-        "--gate_end_ratio=0.1", "--taper=all", "--gate_schedule=sequential", "--gate_gaps=99,9,9"
-    )
+    one_by_one = ["--taper=all", "--gate_schedule=sequential", "--gate_gaps=99,9,9"]
+    by_gaps = set_by("--gate_end_ratio=0.1", *one_by_one)
     assert by_gaps.resolve().gate_end > 1000 and "gate_gaps set gate_end" in by_gaps.remarks()[-1]
-    assert dataclasses.asdict(config.resolve()) == dataclasses.asdict(config)  # once is enough
 
 
-@given(
-    max_iters=st.integers(1, 10**6), taper=st.sampled_from(["none", "all"]), aux=st.sampled_from([0.0, 0.1])
-)
+@given(st.integers(1, 10**6), st.sampled_from(["none", "all"]), st.sampled_from([0.0, 0.1]))
 def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     config = Config(max_iters=max_iters, taper=taper, aux_weight=aux)
     if max_iters == 1 and (taper != "none" or aux):
@@ -706,19 +626,10 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         (["--taper=all", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--taper=all", "--warmup_iters=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--aux_weight=0.1", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
-        (
-            ["--taper=final", "--gate_start=50", "--gate_end=50"],
-            "gate_start < gate_end <= max_iters, not 50, 50, 10000",
-        ),
-        (
-            ["--taper=internal", "--gate_start=60", "--gate_end=50"],
-            "gate_start < gate_end <= max_iters, not 60, 50",
-        ),
+        (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_end <= max_iters, not 50, 50, 10000"),
+        (["--taper=internal", "--gate_start=60", "--gate_end=50"], "gate_end <= max_iters, not 60, 50"),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
-        (
-            ["--taper=all", "--gate_end_ratio=0.05"],
-            "500, 500, 10000; gate_end_ratio=0.05 puts gate_end there",
-        ),
+        (["--taper=all", "--gate_end_ratio=0.05"], "10000; gate_end_ratio=0.05 puts gate_end there"),
         (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
         (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
@@ -765,28 +676,18 @@ def test_without_a_taper_the_gate_knobs_bind_nothing():
 
 
 def test_errors_are_one_line_on_stderr_and_status_2():
-    code = "from nanonorm.errors import *\nwith one_line_errors(KeyError):\n    raise {}"
+    def raised(error):
+        code = f"from nanonorm.errors import *\nwith one_line_errors(KeyError):\n    raise {error}"
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
     for error, wanted in (("BadInput('a\\nb')", "a b"), ("KeyError('k')", "'k'")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(error)], cwd=ROOT, capture_output=True, text=True
-        )
+        done = raised(error)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.count("\n") == 1 and done.stderr.endswith(f": {wanted}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", code.format("RuntimeError('a bug')")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = raised("RuntimeError('a bug')")
     assert done.returncode == 1 and "Traceback" in done.stderr  # a bug is not bad input
-    done = subprocess.run(
-        [sys.executable, "-c", code.format("KeyboardInterrupt")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = raised("KeyboardInterrupt")
     assert done.returncode == 130 and done.stderr == ""
-
-
-def test_one_line_errors_lets_a_good_run_through():
-    with one_line_errors():
-        pass
-    with pytest.raises(ValueError), one_line_errors(KeyError):
-        raise ValueError
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -833,11 +734,10 @@ def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, 
 def test_a_kill_inside_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"old")
-    code = (
-        "import os, signal\nfrom nanonorm.files import atomic_write\n"
-        f"with atomic_write({str(path)!r}) as f:\n"
-        "    f.write(b'half'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
+    code = f"""import os, signal
+from nanonorm.files import atomic_write
+with atomic_write({str(path)!r}) as f:
+    f.write(b'half'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
     assert path.read_bytes() == b"old"
     with atomic_write(path) as f:  # what the killed one left does not matter
@@ -846,14 +746,12 @@ def test_a_kill_inside_leaves_the_old_file(tmp_path):
 
 
 def test_a_write_that_the_system_refuses_is_bad_input(tmp_path):
-    with pytest.raises(BadInput) as e, atomic_write(tmp_path / "no" / "such" / "f") as f:
+    with refuses("No such file"), atomic_write(tmp_path / "no" / "such" / "f") as f:
         f.write(b"x")
-    assert re.search("cannot write .*No such file", one_line(e))
     (tmp_path / "old").write_bytes(b"old")
-    with pytest.raises(BadInput) as e, atomic_write(tmp_path / "old") as f:
+    with refuses("No space left on device"), atomic_write(tmp_path / "old") as f:
         f.write(b"x")
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert "No space left on device" in one_line(e)
     assert (tmp_path / "old").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -886,7 +784,6 @@ class FullDisk:
 def test_torch_save_on_a_full_disk_is_bad_input(tmp_path):
     """torch.save wraps the OSError of its file in a RuntimeError."""
     for room in (0, 100, 20_000):
-        with pytest.raises(BadInput) as e, atomic_write(tmp_path / "f") as f:
+        with refuses("No space left on device"), atomic_write(tmp_path / "f") as f:
             torch.save({"x": torch.arange(10_000)}, FullDisk(f, room))
-        assert "No space left on device" in one_line(e)
         assert list(tmp_path.iterdir()) == []
