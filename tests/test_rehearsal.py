@@ -76,8 +76,9 @@ def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: Non
         return step, step(x, y)
 
 
-def look_at(step, stream, norms):
+def look_at(step, out):
     """What a step returns and leaves is on the device; so is what is computed between steps."""
+    stream, norms = out
     assert stream.shape == (3, 16, 24) and norms.shape == (len(step.trained),)
     assert stream.device == norms.device == step.totals.device == step.model.gate.device == META
     assert set(step.optimizer.state) == set(step.trained.values())
@@ -93,7 +94,7 @@ def test_a_step_stays_on_the_device(variant):
         for micro_steps in (1, 2):
             step, out = rehearse(variant, phase, micro_steps)
             assert (step.model.phase, step.micro_steps, step.fused) == (phase, micro_steps, True)
-            look_at(step, *out)
+            look_at(step, out)
 
 
 FAMILIES = {
@@ -106,7 +107,7 @@ FAMILIES = {
 @pytest.mark.parametrize("phase", AT)
 def test_a_step_of_another_family_stays_on_the_device(family, phase):
     variant = {"gpt2": "layernorm-internal-aux", "qwen3": "rmsnorm-internal"}[family]
-    look_at(*flatten(rehearse(variant, phase, 2, **FAMILIES[family])))
+    look_at(*rehearse(variant, phase, 2, **FAMILIES[family]))
 
 
 @pytest.mark.parametrize("variant", ["layernorm-all-fake", "layernorm-all"])
@@ -114,12 +115,7 @@ def test_a_step_of_another_family_stays_on_the_device(family, phase):
 def test_a_step_of_a_removal_site_by_site_stays_on_the_device(variant, phase):
     one_by_one = {"gate_schedule": "sequential", "gate_gaps": (1, 2, 1), "gate_end": None}
     run = {**one_by_one, "mask_end": True, "grad_checkpoint": True, "dropout": 0.1}
-    look_at(*flatten(rehearse(variant, phase, 2, **run)))
-
-
-def flatten(found):
-    step, out = found
-    return step, *out
+    look_at(*rehearse(variant, phase, 2, **run))
 
 
 @pytest.mark.parametrize("phase", AT)
@@ -130,7 +126,7 @@ def test_a_step_with_a_learning_rate_that_a_graph_can_read(phase):
 
     step, out = rehearse("layernorm-internal-aux", phase, 2, change)
     assert all(group["lr"].device == META for group in step.optimizer.param_groups)
-    look_at(step, *out)
+    look_at(step, out)
 
 
 # --- the same with a fault in it
@@ -141,21 +137,8 @@ def output(change):
     return lambda step: step.model.norm_final.register_forward_hook(lambda norm, args, out: change(out))
 
 
-def gradient(change):
-    """The gradient of the final norm's output goes through `change`."""
-
-    def watch(norm, args, out):
-        out.register_hook(change)
-
-    return lambda step: step.model.norm_final.register_forward_hook(watch)
-
-
-def host_gate(step):
-    step.model.gate = torch.ones(len(step.model.gate))
-
-
-def host_totals(step):
-    step.totals = torch.zeros(4)
+def watch(norm, args, out):
+    out.register_hook(lambda grad: grad * torch.tensor(0.5))
 
 
 def unfused(step):
@@ -165,16 +148,10 @@ def unfused(step):
 
 HOST, READ = "meets the host", "a number is read"
 FAULTS = {
-    "host matrix": (output(lambda out: out @ torch.ones(24, 24)), HOST),
     "host vector": (output(lambda out: out * torch.ones(24)), HOST),
-    "host scalar": (output(lambda out: out * torch.tensor(0.5)), HOST),
     "host scalar, copied": (output(lambda out: out * torch.tensor(0.5).to(META)), HOST),
-    "host scalar, backward": (gradient(lambda grad: grad * torch.tensor(0.5)), HOST),
-    "host gate": (host_gate, HOST),
-    "host totals": (host_totals, HOST),
-    "copy to the host": (output(lambda out: out.to("cpu")), HOST),
-    "item": (output(lambda out: out * out.sum().item()), READ),
-    "item, backward": (gradient(lambda grad: grad * grad.sum().item()), READ),
+    "host scalar, backward": (lambda step: step.model.norm_final.register_forward_hook(watch), HOST),
+    "host totals": (lambda step: setattr(step, "totals", torch.zeros(4)), HOST),
     "if": (output(lambda out: out if out.sum() > 0 else -out), READ),
     "unfused": (unfused, READ),
 }
