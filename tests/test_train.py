@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,49 +22,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forms import load_model
-from model import Transformer
+from model import ModelConfig, Transformer
 from nanonorm import machine
 from nanonorm.machine import pick_dtype
-from nanonorm.scale import diagnostics
 from scripts.studies.runs import identity, read_finished
 
 
 def test_what_a_run_writes(reference, corpus):
     names = {p.name for p in reference.iterdir()}
-    assert names == {
-        "config.json",
-        "metrics.jsonl",
-        "ckpt.pt",
-        "ckpt.prev.pt",
-        "tokenizer.model",
-        "unfused.pt",
-        "folded.pt",
-    }
+    models = {"ckpt.pt", "ckpt.prev.pt", "unfused.pt", "folded.pt"}
+    assert names == models | {"config.json", "metrics.jsonl", "tokenizer.model"}
     header = json.loads((reference / "metrics.jsonl").read_text().splitlines()[0])
     assert header["settings"] == json.loads((reference / "config.json").read_text())
     assert {"torch", "commit", "python"} <= header["versions"].keys()
     lines = metrics(reference)
     assert [line["iter"] for line in lines] == list(range(5, 61, 5))
     want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/target", "logits/l2",
-    "grad/total", "grad/qkv", "grad/proj",
-            "grad/gate_up", "grad/down", "grad/emb", "grad/norm", "taper/c.0.attn",
-            "taper/c.1.mlp"}  # fmt: skip
-    assert all(want <= line.keys() for line in lines)
-    assert all(
-        ({"val/loss", "val/bpb", "val/loss_gated"} <= line.keys()) == (line["iter"] % 20 == 0)
-        for line in lines
-    )
+            "grad/total", "grad/qkv", "grad/proj", "grad/gate_up", "grad/down", "grad/emb", "grad/norm",
+            "taper/c.0.attn", "taper/c.1.mlp"}  # fmt: skip
+    evaluated = {"val/loss", "val/bpb", "val/loss_gated"}
+    for line in lines:
+        assert want <= line.keys() and (evaluated <= line.keys()) == (line["iter"] % 20 == 0)
     gates = {line["iter"]: line["gate"] for line in lines}
     assert gates[15] == 1.0 and gates[45] == gates[60] == 0.0 and abs(gates[30] - 0.5) < 1e-12
     assert all(line["train/aux"] == 0 for line in lines if line["iter"] <= 15) and lines[-1]["train/aux"] > 0
     cs = [line["taper/c.0.attn"] for line in lines if line["iter"] >= 20]
     assert len(set(cs)) == 1, "c moved after calibration"
     assert lines[-1]["train/ce"] < lines[0]["train/ce"] - 0.3, "it did not learn"
-    # at gate 0 both losses are of the same function; before that they are not
-    assert (
-        lines[-1]["val/loss"] == lines[-1]["val/loss_gated"]
-        and lines[3]["val/loss"] != lines[3]["val/loss_gated"]
-    )
+    for line, same in ((lines[-1], True), (lines[3], False)):  # at gate 0 both are of the same function
+        assert (line["val/loss"] == line["val/loss_gated"]) == same
 
 
 def test_validation_is_the_whole_split(reference, corpus):
@@ -87,23 +74,9 @@ def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
     """A CPU without instructions for it computes it several times slower than float32."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     computes = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    for width, dtype in (
-        (128, torch.float32),
-        (256, torch.bfloat16 if native and computes else torch.float32),
-    ):
-        assert pick_dtype("auto", torch.device("cpu"), width) == dtype
-
-
-def test_diagnostics_are_what_they_say(reference):
-    model = load_model(reference / "ckpt.pt")
-    idx = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(0))
-    seen = []
-    model.norm_final.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    logits = model(idx)
-    s, l2 = diagnostics(model, seen[0])
-    # float32, another order of summation
-    torch.testing.assert_close(l2, logits.norm(dim=-1).mean(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(s, seen[0].square().mean(-1).sqrt().mean(), rtol=1e-5, atol=0)
+    wide = torch.bfloat16 if native and computes else torch.float32
+    assert pick_dtype("auto", torch.device("cpu"), 256) == wide
+    assert pick_dtype("auto", torch.device("cpu"), 128) == torch.float32
 
 
 def test_norm_phase_is_the_baseline(reference, corpus, tmp_path):
@@ -124,12 +97,11 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     out, seed, step = tmp_path / "run", time.time_ns(), 0
     print(f"seed {seed}")  # pytest shows it where the test fails
     rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
+    heard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
 
     def killed(at: str, n: int) -> int:
         """The step that the checkpoint keeps when the n-th call of a new process at `at` kills it."""
-        process = launch(
-            *argv, fault={"at": at, "n": n, "do": "kill"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, **heard)
         error = process.communicate()[1]
         assert process.returncode == -signal.SIGKILL, error
         return final(out)["progress"]["iter"]
@@ -137,7 +109,7 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     for first, last in ((1, 14), (16, 44), (46, 55)):  # the reference's phases
         step = killed(rng.choice(["before", "after"]), rng.randint(first, last) - step)
     killed("write", rng.randint(1, 100))
-    process = launch(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = launch(*argv, **heard)
     assert process.wait() == 0, process.communicate()[1]
     assert not list(out.glob("*.tmp"))
     assert_same_run(reference, out)
@@ -162,22 +134,14 @@ def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
     """The same global batch in float64, through both boundaries; the sums only change their order. 35
     batches of validation for 2 or 4."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30,
-    gate_start=8, gate_end=22,
-                 batch_size=4, eval_interval=10)  # fmt: skip
+                 gate_start=8, gate_end=22, batch_size=4, eval_interval=10)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
-    process = launch(
-        *flags(tmp_path / "more", corpus, **knobs),
-        ranks=ranks,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = launch(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks, stdout=-1, stderr=-2)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
     for name, tensor in one["state"].items():
-        torch.testing.assert_close(
-            more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
         assert a.keys() == b.keys()
         for k in a:
@@ -186,24 +150,19 @@ def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
 
 
 def rank_main(rank, folder):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    from model import ModelConfig
-
+    where = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = Transformer(
-        ModelConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16, taper="all", aux_weight=0.1)
-    )
+    shape = {"vocab_size": 50, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    model = Transformer(ModelConfig(**shape, taper="all", aux_weight=0.1))
     for step in range(5):
         rng = torch.Generator().manual_seed(10 * step + rank)  # every rank sees its own tokens
         idx = torch.randint(50, (2, 16), generator=rng)
         model(idx, idx).total.backward()
         model.update_statistics(torch.distributed.all_reduce)
     model.calibrate()
-    torch.save(
-        {k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}, f"{folder}/{rank}.pt"
-    )
+    held = {k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}
+    torch.save(held, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -217,9 +176,8 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
 @pytest.mark.parametrize(("compiles", "n_layer"), [(True, 1), ("regional", 2)])
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
     """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value or
-    once a block where those are compiled by themselves, and nothing for validation.
-    """
-    if not any(os.access(Path(p) / "g++", os.X_OK) for p in os.environ["PATH"].split(os.pathsep)):
+    once a block where those are compiled by themselves, and nothing for validation."""
+    if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -242,9 +200,8 @@ class Recorded(TorchDispatchMode):
         self.calls, self.replays = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), (
-            func
-        )
+        reads = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default
+        assert func not in reads, func
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
@@ -285,9 +242,8 @@ def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, acc
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
     for name in ("Stream", "set_stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(
-        machine, "set_up", lambda cfg, ranks: plain(dataclasses.replace(cfg, cuda_graph=False), ranks)
-    )
+    eager = partial(dataclasses.replace, cuda_graph=False)
+    monkeypatch.setattr(machine, "set_up", lambda cfg, ranks: plain(eager(cfg), ranks))
     train(*flags(tmp_path / "graph", corpus, **knobs, cuda_graph=True))
     # three steps of each phase are not replayed: 15 in the first, 15 or 11 in the second, then the rest
     assert [g.replays for g in graphs] == [12, end - 15 - 3, 40 - end - 3]
@@ -322,11 +278,8 @@ def test_a_run_of_before_a_knob_was_added_goes_on(corpus, tmp_path):
     torch.save(ckpt, run / "ckpt.pt")
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(head), *lines[1:]]) + "\n")
     (run / "config.json").write_text(json.dumps(settings))
-    assert (
-        identity(settings)
-        == identity(settings | {"cuda_graph": False})
-        != identity(settings | {"cuda_graph": True})
-    )
+    same, other = (identity(settings | {"cuda_graph": graph}) for graph in (False, True))
+    assert identity(settings) == same != other
     assert read_finished(run)[0]["settings"]["cuda_graph"] is False  # as report.py sees it
     train("--init_from=resume", f"--out_dir={run}")
     assert_same_run(run, tmp_path / "whole")
@@ -356,25 +309,17 @@ torch.optim.AdamW.step = look
 sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
-    env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    process = launch(
-        *flags(tmp_path / "run", corpus, max_iters=16, gate_end=16),
-        script=tmp_path / "looking.py",
-        env=env,
-        stdout=-1,
-    )
+    how = {"script": tmp_path / "looking.py", "env": {**os.environ, "OMP_NUM_THREADS": "2"}, "stdout": -1}
+    process = launch(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), **how)
     lines = process.communicate(timeout=300)[0].splitlines()
     assert process.returncode == 0 and lines.count("zero") == 16 and "subnormal" not in lines
 
 
 def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
-    knobs = dict(
-        learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, log_interval=2, ckpt_interval=1
-    )
-    status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
-    assert (
-        re.search(r"step \d+: non-finite (output|gradient) of \w+", status) and len(status.splitlines()) == 1
-    )
+    knobs = dict(learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, ckpt_interval=1)
+    status = train(*flags(tmp_path / "run", corpus, **knobs, log_interval=2), expect=None)
+    assert len(status.splitlines()) == 1
+    assert re.search(r"step \d+: non-finite (output|gradient) of \w+", status)
     kept = final(tmp_path / "run")
     assert all(torch.isfinite(t).all() for t in kept["state"].values())
     assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
@@ -383,26 +328,16 @@ def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, c
 def test_wandb_offline(corpus, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    train(
-        *flags(
-            tmp_path / "run",
-            corpus,
-            max_iters=10,
-            gate_start=3,
-            gate_end=8,
-            wandb_log=True,
-            wandb_mode="offline",
-        )
-    )
+    knobs = {"max_iters": 10, "gate_start": 3, "gate_end": 8, "wandb_log": True, "wandb_mode": "offline"}
+    train(*flags(tmp_path / "run", corpus, **knobs))
     assert list((tmp_path / "run/wandb").glob("offline-run-*"))
 
 
 def test_sample_from_every_file(reference, capsys):
     texts = []
     for name in ("", "ckpt.pt", "unfused.pt", "folded.pt"):
-        train(
-            reference / name, "--prompt=def ", "--temperature=0", "--max_new_tokens=12", program="sample.py"
-        )
+        how = ("--prompt=def ", "--temperature=0", "--max_new_tokens=12")
+        train(reference / name, *how, program="sample.py")
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1 and texts[0].startswith("def ") and len(texts[0]) > 5
 
@@ -424,6 +359,9 @@ def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
         (dict(dataset="nosuch"), ["nosuch", "stdlib", "tinystories"]),
         (dict(device="cuda:77"), ["device"]),
         (dict(cuda_graph=True), ["cuda_graph=True needs a GPU", "--cuda_graph=False"]),
+        (dict(cuda_graph=True, dropout=0.1), ["dropout draws anew"]),
+        (dict(init_from="resum"), ["did you mean resume"]),
+        (dict(form="folded"), ["form=folded is not for new weights"]),
         (dict(device="tpu"), ["device", "cpu"]),
         (dict(init_from="resume"), ["resume", "ckpt.pt"]),
     ):
@@ -442,13 +380,9 @@ def test_refused_corpora(corpus, tmp_path, capsys):
         change(folder)
         return refused(capsys, *flags(tmp_path / "run", folder))
 
-    def edit(**values):
-        return lambda f: (f / "meta.json").write_text(
-            json.dumps({**json.loads((f / "meta.json").read_text()), **values})
-        )
-
+    meta = json.dumps({**json.loads((corpus / "meta.json").read_text()), "vocab_size": 390})
     assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
-    assert "beyond the vocabulary" in broken("ids", edit(vocab_size=390))
+    assert "beyond the vocabulary" in broken("ids", lambda f: (f / "meta.json").write_text(meta))
     assert "prepare" in broken("json", lambda f: (f / "meta.json").write_text("{"))
     assert "prepare" in broken("keys", lambda f: (f / "meta.json").write_text("{}"))
     assert "tokenizer" in broken("tokenizer", lambda f: (f / "tokenizer.model").unlink())
@@ -467,9 +401,8 @@ def test_refused_run_folders(reference, corpus, tmp_path, capsys):
     (tmp_path / "cut/ckpt.pt").write_bytes(before["ckpt.pt"][:5000])
     assert "cut short" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
     (tmp_path / "cut/ckpt.pt").write_bytes(before["folded.pt"])
-    assert "not a training checkpoint" in refused(
-        capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}"
-    )
+    said = refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
+    assert "not a training checkpoint" in said
 
 
 def test_refused_samples(reference, tmp_path, capsys):
@@ -518,12 +451,9 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
     for command in said.splitlines()[-1].removeprefix("next: ").split("    or    "):
         program, path = shlex.split(command)[1:3]
         assert Path(path) == out
-        extra = (
-            ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"]
-            if program == "bench.py"
-            else ["--prompt=x", "--max_new_tokens=2"]
-        )
-        train(path, *extra, program=program)
+        short = {"bench.py": ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"],
+                 "sample.py": ["--prompt=x", "--max_new_tokens=2"]}  # fmt: skip
+        train(path, *short[program], program=program)
 
 
 def test_a_temporary_file_that_cannot_go_is_one_line(corpus, tmp_path, capsys):
