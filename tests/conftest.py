@@ -92,14 +92,7 @@ def randomize(model: Transformer, seed: int = 0, std: float = 0.25) -> Transform
     return model
 
 
-def tiny(
-    variant: str = "rmsnorm",
-    seed: int = 0,
-    dtype=torch.float64,
-    phase: str = "scale",
-    std: float = 0.25,
-    **more,
-) -> Transformer:
+def tiny(variant="rmsnorm", seed=0, dtype=torch.float64, phase="scale", std=0.25, **more) -> Transformer:
     """A random tiny model of a variant, in training mode; anything tapered is past its taper unless `phase`
     says otherwise."""
     model = randomize(Transformer(tiny_config(variant, **more)).to(dtype), seed, std)
@@ -190,10 +183,8 @@ def bpe_corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bpe")
     byte_level([END]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    text, tokenizer = Path(json.__file__).read_text() * 2, load_tokenizer(folder)
-    prepare(
-        lambda: [(text, True)], lambda: [(text[:3000], True)], folder, None, "a module", tokenizer=tokenizer
-    )
+    text, how = Path(json.__file__).read_text() * 2, {"tokenizer": load_tokenizer(folder)}
+    prepare(lambda: [(text, True)], lambda: [(text[:3000], True)], folder, None, "a module", **how)
     return folder
 
 

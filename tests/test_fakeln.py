@@ -105,9 +105,8 @@ class Recipe:
             y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, WIDTH)
             h = h + self.linear(y, f"blocks.{i}.attn.proj")
             x = self.norm(h, f"blocks.{i}.norm_mlp")
-            h = h + self.linear(
-                F.gelu(self.linear(x, f"blocks.{i}.mlp.up"), approximate="tanh"), f"blocks.{i}.mlp.down"
-            )
+            x = F.gelu(self.linear(x, f"blocks.{i}.mlp.up"), approximate="tanh")
+            h = h + self.linear(x, f"blocks.{i}.mlp.down")
         logits = F.linear(self.norm(h, "norm_final"), self.p["tok_emb.weight"])
         counted = targets.masked_fill(targets == END, -100)
         if self.fault == "ends of text are learned":

@@ -182,16 +182,14 @@ def file_of(model: Transformer) -> dict:
     return model.to_file({"gate": 1.0, "phase": "norm"})
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "knobs"),
-    [
-        ("gpt2", "layernorm", {"taper": "all", "aux_weight": 0.1}),
-        ("gpt2", "layernorm", {"norm": "cbwc"}),
-        ("qwen3", "rmsnorm", {"taper": "all", "taper_qk": True}),
-        ("llama", "rmsnorm", {"taper": "internal"}),
-        ("llama", "rmsnorm-internal", {"taper": "none"}),
-    ],
-)
+EXACTLY = [  # family, variant, what it is begun with
+    ("gpt2", "layernorm", {"taper": "all", "aux_weight": 0.1}), ("gpt2", "layernorm", {"norm": "cbwc"}),
+    ("qwen3", "rmsnorm", {"taper": "all", "taper_qk": True}), ("llama", "rmsnorm", {"taper": "internal"}),
+    ("llama", "rmsnorm-internal", {"taper": "none"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, variant, knobs", EXACTLY)
 def test_what_keeps_the_function_keeps_it(family, variant, knobs):
     before = of(family, variant, phase="norm")
     after = begun_from(file_of(before), replace(before.config, **knobs), "file").train()

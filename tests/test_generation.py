@@ -4,12 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import every_variant, one_line, scale_of_difference, tiny, tokens
+from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
 from model import KVCache, Transformer, aligned
-from nanonorm.errors import ModelError
 from sample import Sample
 
 LENGTHS = (5, 1, 16, 21, 11)  # of a context of 16: four of them grow too long at other steps than the others
@@ -109,11 +108,7 @@ def test_under_autocast_the_cache_holds_what_attention_reads(variant):
     exact = model(idx)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache = KVCache(model, 2, 16)
-        pieces = [
-            model(idx[:, :5], cache=cache),
-            model(idx[:, 5:6], cache=cache),
-            model(idx[:, 6:], cache=cache),
-        ]
+        pieces = [model(piece, cache=cache) for piece in (idx[:, :5], idx[:, 5:6], idx[:, 6:])]
         assert cache.k[0].dtype == torch.bfloat16
         assert scale_of_difference(torch.cat(pieces, 1).float(), model(idx).float()) < 0.1
         assert scale_of_difference(torch.cat(pieces, 1).float(), exact) < 0.1
