@@ -8,7 +8,8 @@ from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
-from model import KVCache, Transformer, aligned
+from model import KVCache, Transformer
+from nanonorm.generation import aligned
 from sample import Sample
 
 LENGTHS = (5, 1, 16, 21, 11)  # of a context of 16: four of them grow too long at other steps than the others
