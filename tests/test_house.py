@@ -102,7 +102,7 @@ def test_a_breach_is_found():
         "sample.py": "from running import launch", "scripts/speed/parts.py": "from train import Step, main",
     }  # fmt: skip
     assert all(len(forbidden(path, text)) == 1 for path, text in breaches.items())
-    assert not forbidden("scripts/speed/parts.py", "from train import Step\nfrom scripts import runs")
+    assert not forbidden("scripts/speed/parts.py", "from train import Step\nfrom scripts import sweep")
     assert not forbidden("nanonorm/foldable/rules.py", "import torch.data\nfrom . import model")
     project = {"bench.py": "import torch.nn as nn\ndef table(): pass\n"}
     assert second_hand("def f():\n  from bench import nn, table", project) == ["bench.nn"]

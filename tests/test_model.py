@@ -29,9 +29,9 @@ from forms import FORMS, fold, load_model
 from model import Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
+from nanonorm.hub import write_pretrained
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, plain
 from nanonorm.scale import diagnostics
-from scripts.speed.peers import as_llama
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
 # a random net.
@@ -109,12 +109,14 @@ def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied, init):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("rope_base", [10000.0, 50.0])
-def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base):
+def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base, tmp_path):
     shape = dict(n_kv_head=n_kv_head, tie_embeddings=tied, rope_base=rope_base, block_size=32)
     # std 0.12: attention is neither uniform nor one-hot, so a wrong angle or a wrong head shows
     model = tiny("rmsnorm", dtype=torch.float32, std=0.12, **shape)
-    pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
-    llama, text = as_llama(model, attention="eager"), tokens(2, 32, seed=3)
+    transformers = pytest.importorskip("transformers", reason="compares with its Llama")
+    write_pretrained(model.to_file({}), tmp_path)
+    llama = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    text = tokens(2, 32, seed=3)
     with torch.no_grad():
         theirs = llama(text)
         # float32, 2 layers: rounding of 6e-8 per operation over sums of 64 terms, in another order

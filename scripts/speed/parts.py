@@ -11,41 +11,36 @@ quartiles: above 1 the alternative is faster. Peak: the most memory its tensors 
 """
 
 import itertools
-import random
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import torch
 
 from config import Config  # not found? pip install -e .
 from data.sampling import train_batch
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanonorm.errors import one_line_errors
 from nanonorm.kernels import plain
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
-from nanonorm.timing import time_rounds
 from nanonorm.typed import Count
-from scripts.speed.turns import read_flags, tensor_peak
+from scripts.speed.turns import Shape, read_flags, table
 from train import Step
 
 
 @dataclass
-class Parts:
+class Parts(Shape):
     """What is timed. The shape of the step is the demo's."""
 
     what: tuple[Literal["step", "kernels", "protocols"], ...] = ("step",)  # tables to print
-    n_embd: tuple[Count, ...] = (64,)  # widths, for the step
+    n_embd: tuple[Count, ...] = (64,)  # widths
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
     vocab_size: Count = 2048  # token ids
     block_size: Count = 256  # tokens of a window
-    batch_size: Count = 8  # windows
     dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast in the step
     compiled: bool = False  # the step through torch.compile (half a minute a variant first)
-    keep: bool = True  # keep freed memory, as train.py does
     iters: Count = 9  # timed rounds, after one to warm up
 
 
@@ -79,8 +74,7 @@ def make_step(k: Parts, width: int, phase="norm", run=None, **knobs):
     """A whole optimizer step of the model with that width, in that phase. run: knobs of the run."""
     torch.manual_seed(0)
     tokens = torch.randint(k.vocab_size, (1_000_000,)).to(torch.int16)
-    shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head)
-    model = Transformer(ModelConfig(**shape, n_embd=width, **knobs)).train()
+    model = Transformer(k.config(width, **knobs)).train()
     if phase != "norm":
         window = tokens[None, : k.block_size].long()
         model(window, window)
@@ -98,8 +92,6 @@ FAKE = {
 
 def variant_steps(k: Parts, width: int) -> dict:
     """{name: a whole optimizer step} of the model with that width."""
-    # dynamo counts the variants as recompilations of one forward, and would give up after 8
-    torch._dynamo.config.recompile_limit = 64
     make, taper = partial(make_step, k, width), {"taper": "internal", "aux_weight": 0.1}
     steps = {"baseline": make(), "baseline again": make()}
     steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
@@ -117,7 +109,6 @@ PROTOCOLS = {
 
 def protocol_steps(k: Parts, width: int) -> dict:
     """{name: a whole optimizer step} of fine-tuning a GPT-2 with that width, by protocol and phase."""
-    torch._dynamo.config.recompile_limit = 64
     make = partial(make_step, k, width, run={"mask_end": True, "dropout": GPT2["dropout"]})
     steps = {"vanilla": make(**GPT2), "vanilla again": make(**GPT2)}
     return steps | {
@@ -147,39 +138,20 @@ def kernel_steps(k: Parts, width: int) -> dict:
     return {"as it is": baseline, **without}
 
 
-def table(title: str, steps: dict, iters: int, memory: bool = False):
-    """Print a row for each step; with `memory` the most that its tensors hold at once as well."""
-    resets = {name: (lambda: None, step) for name, step in steps.items()}
-    times, first = time_rounds(resets, 1, iters, torch.device("cpu"), random.Random(0)), next(iter(steps))
-    heads = [title, "ms", f"{first} / this, quartiles"]
-    if memory:
-        heads.append("peak, MB")
-    print(f"\n| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}")
-    for name, t in times.items():
-        low, middle, high = np.percentile(times[first] / t, (25, 50, 75))
-        cells = [name, f"{np.median(t):.1f}", "1" if name == first else f"{middle:.3f}x {low:.3f}-{high:.3f}"]
-        if memory:
-            cells.append(f"{tensor_peak(steps[name]) / 1e6:.0f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-
 def main():
     k = read_flags(Parts, __doc__)
-    if k.keep:
-        keep_freed_memory()
-    torch.manual_seed(0)
-    threads, kept = torch.get_num_threads(), f"freed memory kept: {k.keep}"
-    print(f"torch {torch.__version__}, {threads} threads, medians of {k.iters} rounds; {kept}")
+    keep_freed_memory()
+    # dynamo counts the variants as recompilations of one forward, and would give up after 8
+    torch._dynamo.config.recompile_limit = 64
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {k.iters} rounds")
     shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
     shape += ", compiled" if k.compiled else ""
+    tables = {"step": ("training step", variant_steps), "kernels": ("training step", kernel_steps),
+              "protocols": ("fine-tuning step of GPT-2", protocol_steps)}  # fmt: skip
     for d in k.n_embd:
-        if "step" in k.what:
-            table(f"training step, {shape}, n_embd {d}", variant_steps(k, d), k.iters)
-        if "protocols" in k.what:
-            table(f"fine-tuning step of GPT-2, {shape}, n_embd {d}", protocol_steps(k, d), k.iters)
-    if "kernels" in k.what:
-        for d in k.n_embd:
-            table(f"training step, n_embd {d}", kernel_steps(k, d), k.iters, memory=True)
+        for what in k.what:
+            title, steps_of = tables[what]
+            table(f"{title}, {shape}, n_embd {d}", steps_of(k, d), k.iters, memory=what == "kernels")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tables of speed share: contestants that take turns, ratios, and what a step adds to memory.
+"""What the tables of speed share: a shape, contestants that take turns, ratios, and what a step holds.
 
     said = take_turns({"a": (work, "a"), "b": (work, "b")}, rounds=20, seed=0)
 
@@ -14,16 +14,37 @@ import random
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch.profiler import profile
 
+from model import ModelConfig
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
+from nanonorm.timing import time_rounds
+from nanonorm.typed import Count
+from scripts.studies.tables import markdown
 
 TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches and sleeping threads
+
+
+@dataclass
+class Shape:
+    """Of the networks that are timed, and of a training step."""
+
+    n_layer: Count = 8  # blocks
+    n_head: Count = 16  # attention heads
+    vocab_size: Count = 10_000  # token ids
+    block_size: Count = 512  # tokens of a training window
+    batch_size: Count = 8  # windows of a training step
+
+    def config(self, width: int, **knobs) -> ModelConfig:
+        """Raises: ModelError."""
+        shape = dict(vocab_size=self.vocab_size, block_size=self.block_size, n_layer=self.n_layer)
+        return ModelConfig(**shape, n_head=self.n_head, n_embd=width, **knobs)
 
 
 def serve(pipe, work, args):
@@ -82,12 +103,29 @@ def timed_turns(step):
         yield float(np.median(times))
 
 
-def ratios(times: dict[str, np.ndarray], to: str) -> dict[str, tuple[float, float, float, float]]:
-    """{name: (its median, then median and quartiles of its times over those of `to`, round by round)}."""
-    found = {}
+def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, float, float]:
+    """Median and quartiles of one's times over another's, round by round."""
+    low, middle, high = np.percentile(over / under, (25, 50, 75)).tolist()
+    return middle, low, high
+
+
+def in_words(ratio: tuple[float, float, float], digits: int = 3) -> str:
+    middle, low, high = (f"{value:.{digits}f}" for value in ratio)
+    return f"{middle}x {low}-{high}"
+
+
+def table(title: str, steps: dict, iters: int, memory: bool = False) -> dict[str, tuple]:
+    """Time steps in this process, in turns, and print a row for each; with `memory` also the most that its
+    tensors hold at once. Returns {name: ratio of the first one's times to its own}."""
+    resets = {name: (lambda: None, step) for name, step in steps.items()}
+    times, first = time_rounds(resets, 1, iters, torch.device("cpu"), random.Random(0)), next(iter(steps))
+    found, rows = {name: ratio(times[first], t) for name, t in times.items()}, []
     for name, t in times.items():
-        low, middle, high = np.percentile(t / times[to], (25, 50, 75)).tolist()
-        found[name] = (float(np.median(t)), middle, low, high)
+        rows.append([name, f"{np.median(t):.1f}", "1" if name == first else in_words(found[name])])
+        if memory:
+            rows[-1].append(f"{tensor_peak(steps[name]) / 1e6:.0f}")
+    heads = [title, "ms", f"{first} / this, quartiles", *(["peak, MB"] if memory else [])]
+    print(f"\n{markdown(rows, heads)}", flush=True)
     return found
 
 
@@ -106,24 +144,6 @@ def finish(report: dict, out: str | None = None):
         with atomic_write(out, "w") as f:
             f.write(line + "\n")
     print(f"\n{line}")
-
-
-def resident_peak(step) -> int | None:
-    """Run `step`. Returns the bytes that it adds to this process's resident memory at its highest; None where
-    the system does not count them (only Linux does)."""
-
-    def status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    except OSError:
-        step()
-        return None
-    before = status("VmRSS")
-    step()
-    return status("VmHWM") - before
 
 
 def release_garbage():

@@ -1,7 +1,6 @@
 """Where the time of a training step goes, by kind of operator, as a table and as stacked bars.
 
-    python scripts/speed/where.py                                        # this code, and Hugging Face's Llama
-    python scripts/speed/where.py --before=../before --figure=where.png  # beside another checkout's model.py
+    python scripts/speed/where.py --figure=where.png                     # this code, and Hugging Face's Llama
     python scripts/speed/where.py --norm=rmsnorm,layernorm,coupled,cbwc  # a bar for each norm
 
 Self time of each operator from torch.profiler, one step after three to warm up, the median over --iters
@@ -9,9 +8,8 @@ profiles; contestants take turns. The kinds are told from the operators' names, 
 chunked loss counts as a product, and norms, RoPE, SwiGLU and residuals, which share operators, are one kind.
 """
 
-import importlib
-import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +18,15 @@ import torch
 from torch.profiler import profile
 
 from model import NORMS  # not found? pip install -e .
-from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write
+from nanonorm.errors import one_line_errors
+from nanonorm.files import atomic_write
 from nanonorm.machine import keep_freed_memory, pick_dtype
 from nanonorm.plots import COLOURS, GREY, pyplot
 from nanonorm.typed import Count
-from scripts.speed.parts import training_step
-from scripts.speed.peers import Peers, corpus, train_hf
-from scripts.speed.turns import finish, read_flags, take_turns
+from scripts.speed.parts import Parts, make_step
+from scripts.speed.peers import Peers, llama_of, train_hf, write_checkpoint
+from scripts.speed.turns import Shape, finish, read_flags, take_turns
+from scripts.studies.tables import markdown
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),
@@ -41,50 +40,27 @@ KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matche
 
 
 @dataclass
-class Where:
+class Where(Shape):
     """What is profiled."""
 
     n_embd: tuple[Count, ...] = (64, 256)  # widths
     norm: tuple[Literal[*NORMS], ...] = ("rmsnorm",)  # of this code's bars
-    before: str | None = None  # another checkout of this repository; a bar for its model.py in the same step
     llama: bool = True  # a bar for transformers' Llama in a plain loop
-    n_layer: Count = 8  # blocks
-    n_head: Count = 16  # attention heads
-    vocab_size: Count = 10_000  # token ids
-    block_size: Count = 512  # tokens of a window
-    batch_size: Count = 8  # windows
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of autocast; auto: as train.py chooses
     iters: Count = 5  # profiled steps
     figure: str | None = None  # .png for the stacked bars (needs matplotlib)
 
 
-def model_of(root: Path):
-    """The module model.py of a checkout. Another checkout's brings its own nanonorm/, where it has one."""
-    if root != ROOT:
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("model", "nanonorm")]:
-            del sys.modules[name]
-        sys.path.insert(0, str(root))
-    return importlib.import_module("model")
-
-
-def keeps_freed_memory(root: Path) -> bool:
-    """Whether training keeps freed memory in that checkout. Early ones do not; the function has moved."""
-    homes = (root / "nanonorm/machine.py", root / "config/__init__.py")
-    return any("def keep_freed_memory" in home.read_text() for home in homes if home.exists())
-
-
 def step_of(k: Where, who: str, width: int):
-    """() that does one step of `who`: "llama", or "root:norm" for a checkout and a norm."""
+    """() that does one step of "llama", or of this code with the norm `who`."""
     dtype = str(pick_dtype(k.dtype, torch.device("cpu"), width)).removeprefix("torch.")
-    shape = dict(vocab_size=k.vocab_size, block_size=k.block_size, n_layer=k.n_layer, n_head=k.n_head)
-    if who == "llama":
-        return train_hf(Peers(**shape, batch_size=k.batch_size), width, dtype, "")
-    root, norm = who.rsplit(":", 1)
-    if keeps_freed_memory(Path(root)):
+    shape = {f.name: getattr(k, f.name) for f in fields(Shape)}
+    if who != "llama":
         keep_freed_memory()
-    theirs = model_of(Path(root))
-    model = theirs.Transformer(theirs.ModelConfig(n_embd=width, norm=norm, **shape)).train()
-    return training_step(model, corpus(Peers(vocab_size=k.vocab_size)), k.batch_size, getattr(torch, dtype))
+        return make_step(Parts(**shape, dtype=dtype), width, norm=who)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), *llama_of(k, width), seed=0)
+        return train_hf(Peers(**shape), Path(folder), dtype, "")
 
 
 def kind_of(operator: str) -> str:
@@ -142,23 +118,16 @@ def draw(path: str, results: dict[int, dict]):
 
 def main():
     k = read_flags(Where, __doc__)
-    if k.before and not (Path(k.before) / "model.py").exists():
-        raise BadInput(f"--before={k.before} holds no model.py; name a checkout of this repository")
     if k.figure:
-        if not Path(k.figure).resolve().parent.is_dir():
-            raise BadInput(f"figure={k.figure} is in a folder that does not exist")
         pyplot()  # if it is missing, say so now and not after minutes
     contestants = {"Hugging Face Llama": "llama"} if k.llama else {}
-    if k.before:
-        contestants["before"] = f"{Path(k.before).resolve()}:{k.norm[0]}"
-    contestants |= {"now" if len(k.norm) == 1 else norm: f"{ROOT}:{norm}" for norm in k.norm}
+    contestants |= {norm: norm for norm in k.norm}
     results = {}
     for width in k.n_embd:
         rows = results[width] = measure(k, contestants, width)
-        print(f"\n| n_embd {width}, ms | {' | '.join(rows)} |\n|---|{'---:|' * len(rows)}")
-        for kind in KINDS:
-            print(f"| {kind} | {' | '.join(f'{r[kind]:.0f}' for r in rows.values())} |")
-        print(f"| total | {' | '.join(f'{sum(r.values()):.0f}' for r in rows.values())} |")
+        cells = [[kind, *(f"{r[kind]:.0f}" for r in rows.values())] for kind in KINDS]
+        cells.append(["total", *(f"{sum(r.values()):.0f}" for r in rows.values())])
+        print(f"\n{markdown(cells, [f'n_embd {width}, ms', *rows])}")
     if k.figure:
         draw(k.figure, results)
     finish(results)
