@@ -10,13 +10,10 @@
 
 import copy
 import json
-import random
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn as nn
 
@@ -24,9 +21,9 @@ from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.foldable import apply_report, find, fold, prove, rms_in_place_of
 from nanonorm.foldable.search import FoldReport, count_of
-from nanonorm.timing import time_rounds
 from nanonorm.typed import Count
 from scripts.foldables import zoo
+from scripts.speed.turns import table
 
 
 @dataclass
@@ -36,7 +33,6 @@ class Foldable:
     all: bool = False  # every architecture
     checkpoint: str | None = None  # a folder with a pretrained model, instead of names
     layers: Count | None = None  # depth of the networks; None: the default of their config class
-    untie: bool = False  # tables shared with a head get a copy of their own
     list: bool = False  # print every LayerNorm's verdict as well
     bench: bool = False  # the usual sizes: time and memory of a fold, and inference before and after
     batch: Count = 2  # of --bench
@@ -56,7 +52,7 @@ def expand_flags(words: list[str]) -> list[str]:
     found, words = [], list(words)
     while words:
         word = words.pop(0)
-        if word in ("--all", "--untie", "--list", "--bench", "--compiled"):
+        if word in ("--all", "--list", "--bench", "--compiled"):
             word += "=True"
         elif word == "--checkpoint" and words:
             word += "=" + words.pop(0)
@@ -81,7 +77,7 @@ def table_row(name: str, e: zoo.Example, knobs: Foldable) -> str:
     printed = find(e.model, e.inputs, outputs=e.outputs, assume_centered_ln=True)
     prove(e.model, e.inputs, printed, e.outputs)
     begin = time.perf_counter()
-    _, report = fold(e.model, e.inputs, outputs=e.outputs, untie=knobs.untie)
+    _, report = fold(e.model, e.inputs, outputs=e.outputs)
     seconds = time.perf_counter() - begin
     untied = find(e.model, e.inputs, outputs=e.outputs, untie=True)
     paper = PRINTED.get(name, "") if knobs.layers is None else ""
@@ -89,29 +85,6 @@ def table_row(name: str, e: zoo.Example, knobs: Foldable) -> str:
     cells += [counts(untied), f"{report.seconds:.1f}", f"{seconds:.1f}"]
     line = f"| {' | '.join(cells)} |"
     return f"{line}\n\n{report}\n" if knobs.list else line
-
-
-def print_header(corner: str, columns):
-    print(f"| {corner} | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
-
-
-def print_speeds(label: str, variants: dict[str, Callable], n_rounds: int) -> dict[str, list[float]]:
-    """Print a row: ms of the first variant, and how many times as fast the others are: median and quartiles
-    of the ratios within a round. Returns: {variant: [median, lower quartile, upper quartile]}."""
-    steps = {name: (lambda: None, step) for name, step in variants.items()}
-    with torch.no_grad():
-        times = time_rounds(steps, 1, n_rounds, torch.device("cpu"), random.Random(0))
-    first = next(iter(times))
-    found, cells = {}, []
-    for name, ms in times.items():
-        found[name] = [round(float(x), 3) for x in np.percentile(times[first] / ms, (50, 25, 75))]
-        cell = f"{np.median(ms):.1f} ms"
-        if name != first:
-            median, low, high = found[name]
-            cell += f", {median:.3f}x {low:.3f}-{high:.3f}"
-        cells.append(cell)
-    print(f"| {label} | {' | '.join(cells)} |", flush=True)
-    return found
 
 
 def bench_fold(name: str, e: zoo.Example, knobs: Foldable):
@@ -139,13 +112,13 @@ def bench_fold(name: str, e: zoo.Example, knobs: Foldable):
     norms["RMSNorm with shift"] = rms_in_place_of(layer_norm, -1, n, 1, layer_norm.eps)
     if knobs.compiled:
         models, norms = ({k: torch.compile(m) for k, m in group.items()} for group in (models, norms))
-    print_header("compiled" if knobs.compiled else "eager", models)
+    runtime = "compiled" if knobs.compiled else "eager"
     steps = {k: lambda m=m: m(**e.inputs) for k, m in models.items()}
-    speed = {"model": print_speeds(f"{knobs.batch} x {knobs.seq}", steps, knobs.rounds)}
-    print()
-    print_header("the norm alone", norms)
     many = {k: lambda m=m: [m(x) for _ in range(100)] for k, m in norms.items()}
-    speed["norm"] = print_speeds(f"100 times {len(x)} x {n}", many, knobs.rounds)
+    with torch.no_grad():
+        speed = {"model": table(f"{runtime}, {knobs.batch} x {knobs.seq}", steps, knobs.rounds)}
+        title = f"the norm alone, {runtime}, 100 times {len(x)} x {n}"
+        speed["norm"] = table(title, many, knobs.rounds)
     line = {"name": name, "compiled": knobs.compiled, "parameters": size, "seconds": seconds}
     print(json.dumps(line | {"peak_gib": peak, "speed": speed}))
 
@@ -177,7 +150,7 @@ def main():
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if knobs.checkpoint:
         e = zoo.load_checkpoint(knobs.checkpoint)
-        _, report = fold(e.model, e.inputs, outputs=e.outputs, untie=knobs.untie)
+        _, report = fold(e.model, e.inputs, outputs=e.outputs)
         print(f"{report}\nfind took {report.seconds:.1f} s")
     elif knobs.bench:
         for name in names:
