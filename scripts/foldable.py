@@ -3,27 +3,22 @@
     python scripts/foldable.py gpt2 bert bloom    # small networks of named architectures, random weights
     python scripts/foldable.py --all              # every architecture of scripts/foldables/zoo.py
     python scripts/foldable.py --checkpoint DIR   # a pretrained model saved in DIR
-    python scripts/foldable.py gpt2 --bench       # what the fold of a usual size costs and gains
 
 "printed algorithm" in the table is the paper's (arXiv 2605.14521) as it is printed, which can be unsound.
 """
 
-import copy
-import json
 import sys
 import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.foldable import apply_report, find, fold, prove, rms_in_place_of
+from nanonorm.foldable import find, fold, prove
 from nanonorm.foldable.search import FoldReport, count_of
 from nanonorm.typed import Count
 from scripts.foldables import zoo
-from scripts.speed.turns import table
 
 
 @dataclass
@@ -34,11 +29,6 @@ class Foldable:
     checkpoint: str | None = None  # a folder with a pretrained model, instead of names
     layers: Count | None = None  # depth of the networks; None: the default of their config class
     list: bool = False  # print every LayerNorm's verdict as well
-    bench: bool = False  # the usual sizes: time and memory of a fold, and inference before and after
-    batch: Count = 2  # of --bench
-    seq: Count = 128  # tokens, of --bench
-    rounds: Count = 9  # of --bench, after one to warm up
-    compiled: bool = False  # of --bench: under torch.compile
     seed: int = 0  # of weights and inputs
 
 
@@ -52,7 +42,7 @@ def expand_flags(words: list[str]) -> list[str]:
     found, words = [], list(words)
     while words:
         word = words.pop(0)
-        if word in ("--all", "--list", "--bench", "--compiled"):
+        if word in ("--all", "--list"):
             word += "=True"
         elif word == "--checkpoint" and words:
             word += "=" + words.pop(0)
@@ -87,42 +77,6 @@ def table_row(name: str, e: zoo.Example, knobs: Foldable) -> str:
     return f"{line}\n\n{report}\n" if knobs.list else line
 
 
-def bench_fold(name: str, e: zoo.Example, knobs: Foldable):
-    """Print what a fold of the usual size costs, and the speed of inference before and after, interleaved,
-    and of the norm alone at that width."""
-    import resource  # Unix only
-
-    begin = time.perf_counter()
-    folded, report = fold(e.model, e.inputs)
-    seconds = time.perf_counter() - begin
-    untied = copy.deepcopy(e.model)
-    apply_report(untied, find(untied, e.inputs, untie=True))
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes on macOS, KiB elsewhere
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    size = sum(p.numel() for p in e.model.parameters())
-    found = f"{report.folded}/{len(report.norms)} foldable with {len(report.ops)} operations"
-    cost = f"find {report.seconds:.1f} s, fold with its proof {seconds:.1f} s, peak memory {peak:.1f} GiB"
-    errors = f"errors {report.errors['given']:.0e} and {report.errors['random']:.0e}"
-    print(f"\n{name}, {size / 1e6:.0f} M parameters: {found}; {cost}; {errors}\n")
-    models = {"LayerNorm": e.model, f"folded, {len(report.ops)} operations": folded}
-    models["folded, tables untied"] = untied
-    n = report.norms[-1].dim
-    layer_norm, x = nn.LayerNorm(n), torch.randn(knobs.batch * knobs.seq, n)
-    norms = {"LayerNorm": layer_norm}
-    norms["RMSNorm with shift"] = rms_in_place_of(layer_norm, -1, n, 1, layer_norm.eps)
-    if knobs.compiled:
-        models, norms = ({k: torch.compile(m) for k, m in group.items()} for group in (models, norms))
-    runtime = "compiled" if knobs.compiled else "eager"
-    steps = {k: lambda m=m: m(**e.inputs) for k, m in models.items()}
-    many = {k: lambda m=m: [m(x) for _ in range(100)] for k, m in norms.items()}
-    with torch.no_grad():
-        speed = {"model": table(f"{runtime}, {knobs.batch} x {knobs.seq}", steps, knobs.rounds)}
-        title = f"the norm alone, {runtime}, 100 times {len(x)} x {n}"
-        speed["norm"] = table(title, many, knobs.rounds)
-    line = {"name": name, "compiled": knobs.compiled, "parameters": size, "seconds": seconds}
-    print(json.dumps(line | {"peak_gib": peak, "speed": speed}))
-
-
 def print_table(names: list[str], knobs: Foldable):
     """Fold small networks of the named architectures; one row each."""
     torch.set_num_threads(1)  # these are tiny: a second thread costs more than it brings
@@ -152,9 +106,6 @@ def main():
         e = zoo.load_checkpoint(knobs.checkpoint)
         _, report = fold(e.model, e.inputs, outputs=e.outputs)
         print(f"{report}\nfind took {report.seconds:.1f} s")
-    elif knobs.bench:
-        for name in names:
-            bench_fold(name, zoo.usual(name, knobs.batch, knobs.seq, knobs.layers), knobs)
     else:
         print_table(names, knobs)
 

@@ -60,7 +60,7 @@ def test_onnxruntime_computes_the_same(exported, tmp_path, variant, form, shape)
     assert done["errors"]["float32"] < 1e-5
     erf = variant == "derf" or shape.get("mlp") == "gelu_erf"  # onnxruntime has none in float64
     assert erf or done["errors"]["float64"] < 1e-9
-    assert done["files"] == ["model.onnx", "tokenizer.model"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "tokenizer.model"}
     idx = tokens(5, min(model.config.block_size, 13), seed=1)
     with torch.no_grad():
         assert scale_of_difference(Session(tmp_path / "model.onnx")(idx), model(idx)) < 1e-5
@@ -80,7 +80,7 @@ def test_bfloat16_becomes_float32(exported, tmp_path):
 def test_weights_above_the_limit_stand_beside_the_graph(exported, tmp_path, monkeypatch):
     monkeypatch.setattr("nanonorm.onnx.INLINE", 1000)
     model = tiny("dyt", dtype=torch.float32).eval()
-    assert exported(model)["files"] == ["model.onnx", "model.onnx.data", "tokenizer.model"]
+    exported(model)
     weights = 4 * sum(p.numel() for p in model.parameters())
     assert (tmp_path / "model.onnx.data").stat().st_size > 0.9 * weights
 

@@ -1,7 +1,6 @@
 """nanonorm.foldable on real architectures: small ones of random weights, folded, run, compared in float64."""
 
 import copy
-import json
 import sys
 
 import pytest
@@ -16,7 +15,6 @@ from nanonorm.errors import BadInput
 from nanonorm.foldable import cast_inputs, center, find, fold, outputs_of, shuffled
 from nanonorm.foldable.graph import InDouble
 from scripts.foldable import main
-from scripts.foldables import zoo
 from scripts.foldables.zoo import ARCHITECTURES, NAMES, build, offline_transformers, randomize
 
 # two layers each: (foldable, LayerNorms, inserted operations) as built; with tables untied by the config;
@@ -213,15 +211,3 @@ def test_a_checkpoint_in_a_folder(tmp_path, monkeypatch, capsys):
     with pytest.raises(BadInput) as e:
         main()
     assert "cannot be loaded" in one_line(e)
-
-
-def test_what_a_fold_costs_and_gains(monkeypatch, capsys):
-    """--bench on a toy: the tables, and a last line of JSON."""
-    toy = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 70, "bos_token_id": 0, "eos_token_id": 1}
-    monkeypatch.setitem(zoo.USUAL, "gpt2", toy)
-    monkeypatch.setattr(sys, "argv", ["foldable.py", "gpt2", "--bench", "--batch=1", "--seq=8", "--rounds=2"])
-    main()
-    out = capsys.readouterr().out
-    assert "3/3 foldable with 1 operations" in out
-    assert "| eager, 1 x 8 | ms |" in out and "| the norm alone, eager, 100 times 8 x 32 |" in out
-    assert json.loads(out.splitlines()[-1])["speed"].keys() == {"model", "norm"}

@@ -117,15 +117,12 @@ def test_peaks_are_what_a_step_holds_at_once():
 
 
 @pytest.mark.slow
-def test_where_draws_a_bar_for_each_norm(tmp_path):
-    pytest.importorskip("matplotlib", reason="draws; pip install matplotlib")
+def test_where_has_a_column_for_each_norm():
     command = [sys.executable, "scripts/speed/where.py", *SHAPE, "--norm=rmsnorm,coupled", "--iters=1"]
-    command += ["--llama=False", f"--figure={tmp_path}/where.png"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run([*command, "--llama=False"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     (rows,) = json.loads(run.stdout.splitlines()[-1]).values()
     assert rows.keys() == {"rmsnorm", "coupled"} and all(r["matrix products"] > 0 for r in rows.values())
-    assert (tmp_path / "where.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", ["scripts/sweep.py", "scripts/study.py", "scripts/speed/whole_run.py"])

@@ -12,7 +12,6 @@ import torch
 from forms import FOLD_TOLERANCE
 from model import ModelConfig, Transformer
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.files import atomic_write
 
 ALLOWED = FOLD_TOLERANCE  # largest error of a logit, of the spread of the logits
 EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
@@ -92,9 +91,8 @@ def needed(package: str):
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise BadInput(
-            f"this needs {package}, which is not installed: pip install -r requirements-export.txt"
-        ) from None
+        remedy = "pip install -r requirements-export.txt"
+        raise BadInput(f"this needs {package}, which is not installed: {remedy}") from None
 
 
 def needed_transformers():
@@ -130,9 +128,8 @@ def model_card(job: Job, kind: str, done: dict) -> str:
     origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`)."
     if base:
         front |= {"license": base.get("license") or "other"}
-        front |= (
-            {"base_model": base["name"]} if base.get("hub", "/" in base["name"]) else {}
-        )  # else it is a folder's name
+        if base.get("hub", "/" in base["name"]):  # else it is a folder's name
+            front["base_model"] = base["name"]
         licence = base.get("license") or "not stated there"
         origin = f"Made from `{base['name']}` ({base['architecture']}); its licence: {licence}."
     corpus = job.meta.get("corpus", {}).get("source")
@@ -158,9 +155,5 @@ def describe(job: Job, kind: str, done: dict):
     facts = {"to": kind, "errors": done["errors"], "errors_before": job.errors, "compared_on": job.text}
     facts |= {"base": job.meta.get("base"), "corpus": job.meta.get("corpus")}
     facts |= {"dtype": done.get("dtype", name_of(job.dtype)), "network": asdict(job.model.config)}
-    for name, text in (
-        ("README.md", model_card(job, kind, done)),
-        ("nanonorm.json", json.dumps(facts, indent=1)),
-    ):
-        with atomic_write(job.folder / name, "w") as f:
-            f.write(text.rstrip() + "\n")
+    (job.folder / "README.md").write_text(model_card(job, kind, done))
+    (job.folder / "nanonorm.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -229,12 +229,8 @@ def proof(path: Path, job: Job, mlp: str) -> float:
 
 
 def write(job: Job) -> dict:
-    """Write model.gguf into job.folder and have llama.cpp prove it.
-
-    Returns: as Job says. Raises: ModelError for what llama.cpp has no place for, or computes otherwise;
-    BadInput for a missing package.
-    """
-    gguf, _ = needed("gguf"), needed("xllamacpp")
+    """model.gguf, which llama.cpp proves."""
+    gguf = needed("gguf")
     if job.model.config.block_size < 2:
         raise ModelError("llama.cpp runs no context of one token; use --to=hf or --to=onnx")
     file = plain(job.model if job.dtype == torch.float32 else copy.deepcopy(job.model).float())

@@ -19,7 +19,7 @@ from forms import export_files
 from model import RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, misfits
-from nanonorm.files import ROOT, atomic_write
+from nanonorm.files import ROOT
 from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
@@ -115,7 +115,7 @@ def stock_file(model: Transformer) -> dict | None:
 
 
 def write(job: Job) -> dict:
-    """Fill the folder; returns what Job says of it. Raises: ModelError, BadInput."""
+    """The folder of a class of transformers where the network is one, else of our own code."""
     file = stock_file(job.model)
     if file is None:
         return write_own(job)
@@ -138,8 +138,7 @@ def write_own(job: Job) -> dict:
     texts = copied() | {"config.json": json.dumps(config_of(job), indent=1) + "\n"}
     texts["LICENSE.nanonorm"] = (ROOT / "LICENSE").read_text()
     for name, text in texts.items():
-        with atomic_write(job.folder / name, "w") as f:
-            f.write(text)
+        (job.folder / name).write_text(text)
     write_weights({f"net.{n}": t.contiguous() for n, t in job.model.state_dict().items()}, job.folder)
     write_tokenizer(job)
     errors = {}

@@ -30,22 +30,16 @@ CAST = "\nThe weights were {dtype}; here they are float32, as onnxruntime's CPU 
 
 
 def write(job: Job) -> dict:
-    """Write model.onnx and the tokenizer's files into job.folder; weights above 2 GB stand beside the graph.
-
-    Returns: what convert.py wants of an export. Raises: ModelError for a graph that says something else;
-    BadInput for a missing package.
-    """
-    c, dtypes = job.model.config, [torch.float32]
+    """model.onnx and the tokenizer's files; weights above 2 GB stand beside the graph."""
+    c = job.model.config
     erf = c.mlp == "gelu_erf" or c.norm == "derf"  # of which onnxruntime's CPU has no float64
-    if not erf and job.exact:
-        dtypes.append(torch.float64)
+    dtypes = [torch.float32, *([torch.float64] if job.exact and not erf else [])]
     errors = {name_of(dtype): proved(job, dtype) for dtype in dtypes}
     for name, content in job.tokenizer.files.items():
         (job.folder / name).write_bytes(content)
     return {
         "errors": errors,
         "dtype": "float32",
-        "files": sorted(file.name for file in job.folder.iterdir()),
         "how": HOW.format(length=c.block_size, vocabulary=c.vocab_size),
         "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),
     }

@@ -4,7 +4,6 @@ import json
 
 from data.tokenizer import SentencePiece, Tokenizer, tokenizers_package
 from nanonorm.errors import ModelError
-from nanonorm.files import atomic_write
 
 PROBE = "def f(x):\r\n\treturn 'Müller, 東京 😀'   # 3.14\n"
 
@@ -65,9 +64,7 @@ def files_of(tokenizer: Tokenizer, block_size: int) -> dict[str, bytes]:
     else:
         files = dict(tokenizer.files)
         settings |= json.loads(files.get("tokenizer_config.json", "{}"))
-        if (
-            settings["tokenizer_class"] == "TokenizersBackend"
-        ):  # its name in transformers 5; 4 knows the older
+        if settings["tokenizer_class"] == "TokenizersBackend":  # in transformers 5; 4 knows the older name
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         generation |= json.loads(files["generation_config.json"])
     made = {"tokenizer_config.json": settings, "generation_config.json": generation}
@@ -77,5 +74,4 @@ def files_of(tokenizer: Tokenizer, block_size: int) -> dict[str, bytes]:
 def write_tokenizer(job):
     """Write the tokenizer and generation_config.json into job.folder."""
     for name, content in files_of(job.tokenizer, job.model.config.block_size).items():
-        with atomic_write(job.folder / name) as f:
-            f.write(content)
+        (job.folder / name).write_bytes(content)

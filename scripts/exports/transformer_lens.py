@@ -15,7 +15,7 @@ import torch
 from model import Identity, ModelConfig, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.hub import write_weights
-from scripts.exports import Job, name_of, needed, prove
+from scripts.exports import Job, name_of, prove
 from scripts.exports.gguf import adjacent
 
 NEEDS = ("transformer_lens", "safetensors")
@@ -35,12 +35,7 @@ freeze its scale."""
 
 
 def write(job: Job) -> dict:
-    """Write model.safetensors, lens.json, load_lens.py and the tokenizer's files into job.folder.
-
-    Returns: what convert.py wants of an export. Raises: ModelError for a network with norms in its blocks, or
-    one that TransformerLens computes otherwise; BadInput for a missing package.
-    """
-    needed("transformer_lens")
+    """model.safetensors, lens.json, load_lens.py and the tokenizer's files."""
     model = job.model
     refuse(model)
     config, final = settings(model.config), type(model.norm_final).__name__
@@ -51,12 +46,9 @@ def write(job: Job) -> dict:
     shutil.copy(Path(__file__).with_name("load_lens.py"), job.folder)
     for name, content in job.tokenizer.files.items():
         (job.folder / name).write_bytes(content)
-    dtypes = [torch.float32]
-    if job.exact:
-        dtypes.append(torch.float64)
+    dtypes = [torch.float32, *([torch.float64] if job.exact else [])]
     return {
         "errors": {name_of(dtype): proved(job, dtype) for dtype in dtypes},
-        "files": sorted(file.name for file in job.folder.iterdir()),
         "how": HOW.format(length=config["n_ctx"]),
         "saves": ALL if lens["final_norm"] is None else INTERNAL,
     }

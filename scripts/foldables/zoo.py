@@ -16,7 +16,7 @@ import torch.nn as nn
 from nanonorm.errors import BadInput
 from scripts.exports import needed_transformers
 
-VOCAB, LENGTH, IMAGE = 61, 9, 32
+VOCAB, BATCH, LENGTH, IMAGE = 61, 2, 9, 32
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
@@ -136,30 +136,30 @@ def similarity(out):
     return out.logits_per_image, out.logits_per_text
 
 
-def example(model: nn.Module, batch: int = 2, length: int = LENGTH) -> Example:
+def example(model: nn.Module) -> Example:
     """A model of transformers in eval mode, and random inputs of the kind that it reads: token ids (B, T),
     images (B, 3, H, W), sound (B, samples) or (B, mels, frames), or two of these."""
     c, name = model.config, model.main_input_name
     text, vision = getattr(c, "text_config", c), getattr(c, "vision_config", c)
-    ids = torch.randint(3, getattr(text, "vocab_size", VOCAB), (batch, length))
+    ids = torch.randint(3, getattr(text, "vocab_size", VOCAB), (BATCH, LENGTH))
     if text is not c and vision is not c:
         found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return Example(model.eval(), found | {"pixel_values": images(vision, batch)}, similarity)
+        return Example(model.eval(), found | {"pixel_values": images(vision)}, similarity)
     if name == "pixel_values":
-        found = {name: images(vision, batch)}
+        found = {name: images(vision)}
     elif name == "input_values":
-        found = {name: torch.randn(batch, 400)}
+        found = {name: torch.randn(BATCH, 400)}
     elif name == "input_features":
-        frames = torch.randn(batch, c.num_mel_bins, 2 * c.max_source_positions)
+        frames = torch.randn(BATCH, c.num_mel_bins, 2 * c.max_source_positions)
         found = {name: frames, "decoder_input_ids": ids}
     else:
         found = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if c.is_encoder_decoder else {})
     return Example(model.eval(), found)
 
 
-def images(config, batch: int) -> torch.Tensor:
+def images(config) -> torch.Tensor:
     size = config.image_size
-    return torch.randn(batch, 3, *((size, size) if isinstance(size, int) else size))
+    return torch.randn(BATCH, 3, *((size, size) if isinstance(size, int) else size))
 
 
 class Tokens(nn.Module):
@@ -180,29 +180,22 @@ class Tokens(nn.Module):
         return self.head(self.encoder(self.table(ids) + self.position))
 
 
-def deep(settings: dict, kind, layers: int | None) -> dict:
-    """Settings of a class of configurations, with that many layers; None: as they are."""
-    if layers is None:
-        return settings
-    known = inspect.signature(kind.__init__).parameters
-    parts = {key: value | {"num_hidden_layers": layers} for key, value in settings.items() if key in PAIR}
-    return settings | parts | {key: layers for key in DEPTHS if key in known}
-
-
-def build(name: str, layers: int | None = None, tied: bool | None = None, **settings) -> Example:
+def build(name: str, layers: int | None = None, tied: bool | None = None) -> Example:
     """Build a small network.
 
     Args: layers: its depth; tied: whether the input and output tables are one (None for either: as the config
-    class has it); settings: other settings of the config.
+    class has it).
     Raises: BadInput for an architecture that is not in NAMES.
     """
     check_name(name)
     if name in PLAIN:
         model = Tokens(name == "torch-prenorm", layers or 6, tied=tied is not False)
-        return Example(model.eval(), (torch.randint(3, VOCAB, (2, LENGTH)),))
-    cls, small = ARCHITECTURES[name]
-    kind = getattr(offline_transformers(), cls)
-    values = deep(small, kind.config_class, layers) | settings
+        return Example(model.eval(), (torch.randint(3, VOCAB, (BATCH, LENGTH)),))
+    kind, values = getattr(offline_transformers(), ARCHITECTURES[name][0]), dict(ARCHITECTURES[name][1])
+    if layers:
+        known = inspect.signature(kind.config_class.__init__).parameters
+        values |= {key: layers for key in DEPTHS if key in known}
+        values |= {key: values[key] | {"num_hidden_layers": layers} for key in PAIR if key in values}
     if name == "gpt_neo" and layers:
         values["attention_types"] = [[["global", "local"], layers // 2]]
     if tied is not None:
@@ -220,24 +213,6 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
                 noise = torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p)
                 p.add_(0.3 * noise + 0.05 if p.dim() < 2 else 0.05 * noise + 0.01)
     return model
-
-
-# The usual sizes, for what a fold costs and gains: the config classes' defaults (GPT-2 small, BERT base,
-# OPT 125M, Phi-1), and BLOOM 560M spelled out, since its class defaults to a toy.
-BLOOM_560M = {"hidden_size": 1024, "n_layer": 24, "n_head": 16}
-USUAL = {"gpt2": {}, "bert": {}, "opt": {}, "phi": {}, "bloom": BLOOM_560M}
-
-
-def usual(name: str, batch: int, length: int, layers: int | None = None) -> Example:
-    """A network of its usual size (or of fewer `layers`), random weights, for (batch, length) tokens. Raises:
-    BadInput if it is not in USUAL."""
-    if name not in USUAL:
-        raise BadInput(f"--bench knows {', '.join(USUAL)}, not {name!r}")
-    kind = getattr(offline_transformers(), ARCHITECTURES[name][0])
-    config = kind.config_class(**deep({"use_cache": False} | USUAL[name], kind.config_class, layers))
-    if length > getattr(config, "max_position_embeddings", length):
-        raise BadInput(f"{name} takes {config.max_position_embeddings} tokens at most; lower --seq")
-    return example(kind(config), batch, length)
 
 
 def load_checkpoint(folder: str) -> Example:

@@ -68,9 +68,7 @@ def put_model(path: str, folder: Path):
     """An export folder linked as `folder`, anything else exported there. Exits with status 2 if convert.py
     fails, which has then said why."""
     with suppress(OSError):
-        if (
-            '"model_type"' in Path(path, "config.json").read_text()
-        ):  # a run folder has a config.json of its own
+        if '"model_type"' in Path(path, "config.json").read_text():  # a run folder has one of its own
             folder.symlink_to(Path(path).resolve())
             return
     source = Path(path).resolve() if Path(path).exists() else path  # else a hub id

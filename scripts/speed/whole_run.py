@@ -48,12 +48,9 @@ def line_of(name: str, log) -> str:
     if torch.cuda.is_available():
         peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of tensors at most"
     windows = [settings[name] for name in ("gradient_accumulation_steps", "batch_size", "block_size")]
-    versions = log.header["versions"]
+    step, versions = " x ".join(map(str, windows)), log.header["versions"]
     said = [f"tok/s {', '.join(of_phase)}", rate, peak, f"last loss {logged[-1]['train/loss']:.4f}"]
-    said += [
-        f"a step is {' x '.join(map(str, windows))} tokens",
-        f"{versions['device']}, torch {versions['torch']}",
-    ]
+    said += [f"a step is {step} tokens", f"{versions['device']}, torch {versions['torch']}"]
     return f"{name}: {'; '.join(said)}"
 
 
