@@ -480,20 +480,6 @@ def test_the_folder_may_be_a_link_but_not_where_you_are(saved, capsys, tmp_path,
     assert "the folder you are in" in refused(capsys, source, "--out=.", program=CONVERT)
 
 
-def test_a_hangup_leaves_nothing(saved, tmp_path, monkeypatch):
-    def hang_up(job):
-        (job.folder / "half").write_text("half")
-        os.kill(os.getpid(), signal.SIGHUP)
-
-    monkeypatch.setattr(hf, "write", hang_up)
-    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
-    try:
-        train(saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT, expect=129)
-    finally:
-        signal.signal(signal.SIGHUP, handler)
-    assert nothing_left(tmp_path)
-
-
 def test_a_full_disk_names_the_folder(saved, capsys, tmp_path, monkeypatch):
     def full(job):
         raise OSError(28, "No space left on device")
@@ -527,15 +513,20 @@ def test_no_export_stays_that_is_not_proved(saved, capsys, tmp_path, monkeypatch
         assert "of the logit scale in float64; not exported" in error and nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("stopped, status", [(KeyboardInterrupt, 130), (OSError(28, "No space"), 2)])
-def test_a_failure_leaves_nothing(stopped, status, saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGHUP, 129), (None, 2)])
+def test_a_failure_leaves_nothing(number, status, saved, tmp_path, monkeypatch):
     def fail(job):
         (job.folder / "half").write_text("half")
-        raise stopped
+        if number is None:
+            raise OSError(28, "No space")
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(hf, "write", fail)
-    source = saved(network("ours"))
-    train(source, f"--out={tmp_path / 'out'}", program=CONVERT, expect=status)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
+    try:
+        train(saved(network("ours")), f"--out={tmp_path / 'out'}", program=CONVERT, expect=status)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
     assert nothing_left(tmp_path)
 
 

@@ -13,6 +13,7 @@ from data.tokenizer import load_tokenizer
 from forms import load_model
 from nanonorm.files import ROOT, read_file, write_file
 
+pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
 SCRIPT = ROOT / "scripts/harness/run.py"
 CHOICES = ROOT / "scripts/harness/tasks/choices.jsonl"
 QUESTIONS = [json.loads(line) for line in CHOICES.read_text().splitlines()]
@@ -63,7 +64,6 @@ def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
     run = lm_eval(reference, "--local", "--output_path", tmp_path)
     assert run.returncode == 0, run.stderr
     found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
@@ -79,7 +79,6 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_what_is_longer_than_the_context_is_counted(reference, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
     file, name = read_file(reference / "folded.pt"), "tokenizer.model"
     file["config"]["block_size"] = 12
     write_file(file, tmp_path / "folded.pt")
@@ -92,7 +91,6 @@ def test_what_is_longer_than_the_context_is_counted(reference, tmp_path):
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
     text, export = tmp_path / "a&b|c,d", tmp_path / "x,dtype=float16"
     text.write_text("A line, and another.\n" * 20)
     command = [sys.executable, "scripts/convert.py", reference, "--to=hf", f"--out={export}"]
@@ -109,7 +107,6 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
 
 
 def test_without_the_hub_it_says_so_in_one_line(tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
     run = lm_eval(tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--local" in run.stderr
 
