@@ -127,7 +127,7 @@ def execute(path: str) -> dict:
     try:
         with warnings.catch_warnings(action="ignore"):  # Python's remarks on odd syntax
             code = compile(source, path, "exec")
-        exec(code, space)
+        exec(code, space)  # noqa: S102 (config files are Python)
     except SyntaxError as e:
         raise BadInput(f"{e.filename or path}:{e.lineno or 1}: {e.msg}") from None
     except (Exception, SystemExit) as e:

@@ -100,7 +100,7 @@ def test_the_folding_example_prints_what_it_should():
     assert len(code.splitlines()) <= 30
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})
+        exec(compile(code, "README.md", "exec"), {})  # noqa: S102
     assert printed.getvalue().split("\n") == ["True", "True", "0 norm tensors left", ""]
 
 
@@ -165,10 +165,7 @@ def commands_of(section: str, **instead) -> list[list[str]]:
 
 def run_as_written(words: list[str], *more: str) -> str:
     """Run one of the README's commands with this Python, smaller; returns what it prints."""
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout
@@ -272,7 +269,7 @@ def test_the_demo(tmp_path):
     began, said = time.perf_counter(), tmp_path / "said"
     with said.open("w") as f:
         demo, clone = command.split("&&", 1)[1], tmp_path / "clone"
-        process = subprocess.Popen(demo, shell=True, cwd=clone, env=env, stdout=f, stderr=f)
+        process = subprocess.Popen(demo, shell=True, cwd=clone, env=env, stdout=f, stderr=f)  # noqa: S602
         _, status, used = os.wait4(process.pid, 0)
     said = said.read_text()
     assert status == 0, said

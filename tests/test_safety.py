@@ -1,10 +1,9 @@
 """What must not happen: code from a file of weights, code from a file that anyone may write, a shell, a
 word over the network."""
 
-import ast
 import os
 import pickle
-import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -72,7 +71,7 @@ def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys
         load_model(run / "ckpt.pt")
     assert one_line(e) and not marker.exists()
     if form == "pickle":
-        pickle.loads((run / "ckpt.pt").read_bytes())
+        pickle.loads((run / "ckpt.pt").read_bytes())  # noqa: S301
     else:
         torch.load(run / "ckpt.pt", weights_only=False)
     assert marker.exists()  # the bomb is live: a loader that trusts the file sets it off
@@ -123,82 +122,19 @@ def test_a_config_file_that_anyone_may_write_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# no shell, no eval, no pickle
-
-FILES = [
-    p
-    for p in sorted(ROOT.rglob("*.py"))
-    if not {"out", ".venv", "venv", ".git"} & set(p.relative_to(ROOT).parts)
-]
-EXCEPTIONS = {  # where one of these is what the file is for
-    ("nanonorm/cli.py", "exec"),  # run_file: config files are Python
-    ("tests/test_readme.py", "exec"),  # the examples
-    ("tests/test_readme.py", "shell=True"),  # the first command, as typed
-    ("tests/test_extending.py", "exec"),  # the norm in README.md
-    ("tests/test_foldable.py", "exec"),
-    ("tests/test_foldable.py", "pickle.loads"),
-    ("tests/test_safety.py", "torch.load"),
-    ("tests/test_safety.py", "pickle.loads"),
-    ("tests/test_safety.py", "os.system"),
-    ("tests/test_bench.py", "torch.load"),  # weights_only is torch's default
-}
-FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
-    "torch.load", "np.load",
-             "subprocess.getoutput", "subprocess.getstatusoutput", "marshal.loads", "joblib.load",
-             "yaml.load", "__import__"}  # fmt: skip
+# no shell, no eval, no pickle: pyproject.toml asks ruff for that
 
 
-def dangers(source: str) -> set[str]:
-    """Which of FORBIDDEN a file mentions, called or not, and whether it asks for a shell or runs a command
-    that is one string."""
-    found, safe = set(), set()
-    for node in ast.walk(ast.parse(source)):  # a call comes before its parts
-        if isinstance(node, ast.Call):
-            name, given = ast.unparse(node.func), {k.arg: k.value for k in node.keywords}
-            if name == "torch.load" and getattr(given.get("weights_only"), "value", False) is True:
-                safe.add(node.func)
-            if "shell" in given:
-                found.add("shell=True")
-            first = node.args[0] if node.args else None
-            if name.startswith("subprocess.") and isinstance(first, ast.Constant | ast.JoinedStr | ast.BinOp):
-                found.add("a command in one string")
-        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in FORBIDDEN and node not in safe:
-            found.add(ast.unparse(node))
-        if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{a.name}" for a in node.names} & FORBIDDEN
-    return found
-
-
-def test_no_file_of_the_repository_runs_what_it_is_given():
-    assert len(FILES) > 40
-    found = {(p.relative_to(ROOT).as_posix(), danger) for p in FILES for danger in dangers(p.read_text())}
-    assert found == EXCEPTIONS  # no other; and each is needed, so the check sees all of these
+def test_no_file_of_the_repository_lets_torch_load_run_code():
+    """`weights_only` is torch's default; ruff has no rule for who turns it off."""
+    off = "weights_only=" + "False"
+    rooms = ("", "config/", "data/**/", "nanonorm/**/", "scripts/**/")
+    files = [path for room in rooms for path in ROOT.glob(room + "*.py")]
+    assert len(files) > 40 and not [path for path in files if off in path.read_text()]
 
 
 # ---------------------------------------------------------------------------------------------------------
 # no word over the network
-
-
-class Listener(threading.Thread):
-    """Accepts connections on this machine, keeps the first bytes of each, and answers none."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.socket, self.heard = socket.create_server(("127.0.0.1", 0)), []
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def run(self):
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            connection.settimeout(5)
-            try:
-                self.heard.append(connection.recv(200))
-            except OSError:
-                self.heard.append(b"")
-            connection.close()
 
 
 RUN = """
@@ -211,48 +147,44 @@ finally:
 """
 
 
-def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list[bytes], subprocess.CompletedProcess]:
-    """(what came over the network, the finished process) of a tiny run in which every road to the network
-    leads to a listener."""
-    listener = Listener()
-    listener.start()
+def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list, subprocess.CompletedProcess]:
+    """(who called, the finished process) of a tiny run in which every road to the network leads to a server
+    of this test's, which hangs up."""
+    calls = []
+    server = socketserver.TCPServer(("127.0.0.1", 0), lambda _, address, __: calls.append(address))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     proxies = [f"{kind}_proxy" for kind in ("http", "https", "all")]
     roads = ["WANDB_BASE_URL", *proxies, *(name.upper() for name in proxies)]
-    env = {**os.environ, **dict.fromkeys(roads, listener.url), "NO_PROXY": "", "no_proxy": "",
-           "WANDB_API_KEY": "0" * 40, "HOME": str(folder), "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5",
-           "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
+    env = {**os.environ, **dict.fromkeys(roads, f"http://127.0.0.1:{server.server_address[1]}"),
+           "NO_PROXY": "", "no_proxy": "", "WANDB_API_KEY": "0" * 40, "HOME": str(folder),
+           "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5", "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
     argv = flags(folder / "run", corpus, max_iters=4, gate_start=1, gate_end=3, warmup_iters=1, **knobs)
     done = subprocess.run(
         [sys.executable, "-c", RUN, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
     time.sleep(1)  # for what a process left behind might still say
-    listener.socket.close()
-    return listener.heard, done
+    server.shutdown()
+    server.server_close()
+    return calls, done
 
 
 @pytest.mark.slow
-def test_without_wandb_nothing_of_it_is_imported(tmp_path, corpus):
-    heard, done = run_watched(tmp_path, corpus)
+@pytest.mark.parametrize("mode", [None, "offline", "disabled"])
+def test_nothing_is_said_over_the_network(tmp_path, corpus, mode):
+    """And without wandb nothing of it is imported."""
+    if mode:
+        pytest.importorskip("wandb")
+    knobs = {"wandb_log": True, "wandb_mode": mode} if mode else {}
+    calls, done = run_watched(tmp_path, corpus, **knobs)
     assert done.returncode == 0, done.stderr
-    assert not heard
-    assert done.stdout.endswith("\nno wandb\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_wandb_offline_says_nothing_over_the_network(tmp_path, corpus, mode):
-    pytest.importorskip("wandb")
-    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode=mode)
-    assert done.returncode == 0, done.stderr
-    assert not heard
-    assert done.stdout.endswith("\nwandb\n")
+    assert not calls and done.stdout.endswith("\nwandb\n" if mode else "\nno wandb\n")
     assert bool(list((tmp_path / "run").glob("wandb/offline-run-*"))) == (mode == "offline")
 
 
 @pytest.mark.slow
 def test_wandb_online_would_be_heard(tmp_path, corpus):
-    """That the listener hears: the same run, online."""
+    """The same run, online."""
     pytest.importorskip("wandb")
-    heard, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="online")
-    assert heard and done.returncode == 2  # run_watched waits no longer than 300 s
+    calls, done = run_watched(tmp_path, corpus, wandb_log=True, wandb_mode="online")
+    assert calls and done.returncode == 2  # run_watched waits no longer than 300 s
     assert "--wandb_mode=offline" in done.stderr.splitlines()[-1]
