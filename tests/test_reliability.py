@@ -64,20 +64,6 @@ def step_of(out) -> int:
     return final(out)["progress"]["iter"]
 
 
-def at_step(monkeypatch, step: int, act) -> list:
-    """Do `act` before an update; returns the list that has an entry for each update so far."""
-    update, steps = torch.optim.AdamW.step, []
-
-    def acting(*args, **more):
-        steps.append(0)
-        if len(steps) == step:
-            act()
-        update(*args, **more)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", acting)
-    return steps
-
-
 # --- damaged files
 
 
@@ -222,38 +208,31 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "at, n, error",
-    [("write", 900, "ENOSPC"), slow("log", 3, "ENOSPC"), ("fsync", 9, "EIO"), slow("replace", 1, "EROFS")],
+    "call, error, times",
+    [("write", "ENOSPC", 1), ("fsync", "EIO", 1), slow("replace", "EROFS", 1)]
+    + [slow(call, "ENOSPC", 4) for call in ("write", "log", "fsync", "replace", "link")],
 )
-def test_a_disk_that_fails_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, at, n, error):
-    out, words = tmp_path / "run", os.strerror(getattr(errno, error))
-    with monkeypatch.context() as patch:
-        faults.install({"at": at, "n": n, "do": error}, patch.setattr)
-        line = refused(capsys, *flags(out, corpus, **SHORT))
-    remedy = "free the disk or name another folder" if error == "ENOSPC" else f"{words}; name another folder"
-    assert words in line and str(out) in line and remedy in line
-    assert not list(out.glob("ckpt.pt.tmp"))
-    train(*flags(out, corpus, **SHORT, init_from="auto"))
-    assert_same_run(short, out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["write", "log", "fsync", "replace", "link"])
-def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call):
+def test_a_disk_that_fails_anywhere_is_one_line(
+    short, corpus, tmp_path, monkeypatch, capsys, call, error, times
+):
     """Also in the log, whose file stays open."""
     with monkeypatch.context() as patch:
         calls = faults.install({}, patch.setattr)
         train(*flags(tmp_path / "counted", corpus, **SHORT))
-    rng = random.Random(call)
-    for n in rng.sample(range(1, calls[call] + 1), min(4, calls[call])):
+    words = os.strerror(getattr(errno, error))
+    remedy = "free the disk or name another folder" if error == "ENOSPC" else f"{words}; name another folder"
+    for n in random.Random(call).sample(range(1, calls[call] + 1), min(times, calls[call])):
+        out = tmp_path / f"{n}"
         with monkeypatch.context() as patch:
-            faults.install({"at": call, "n": n, "do": "ENOSPC"}, patch.setattr)
+            faults.install({"at": call, "n": n, "do": error}, patch.setattr)
             if call == "link":  # a disk without hard links is none that fails
-                train(*flags(tmp_path / f"{n}", corpus, **SHORT))
+                train(*flags(out, corpus, **SHORT))
             else:
-                assert "No space left" in refused(capsys, *flags(tmp_path / f"{n}", corpus, **SHORT))
-        train(*flags(tmp_path / f"{n}", corpus, **SHORT, init_from="auto"))
-        assert_same_run(short, tmp_path / f"{n}")
+                line = refused(capsys, *flags(out, corpus, **SHORT))
+                assert words in line and str(out) in line and remedy in line
+        assert not list(out.glob("ckpt.pt.tmp"))
+        train(*flags(out, corpus, **SHORT, init_from="auto"))
+        assert_same_run(short, out)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +240,17 @@ def test_a_disk_that_fails_anywhere_is_one_line(short, corpus, tmp_path, monkeyp
 )
 def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys, again, said):
     """And nothing is written to one that was made again: it may be another run's by then."""
-    out = tmp_path / "run"
+    out, update, steps = tmp_path / "run", torch.optim.AdamW.step, []
 
-    def remove():
-        shutil.rmtree(out)
-        if again:
-            out.mkdir()
+    def removing(*args, **more):
+        steps.append(0)
+        if len(steps) == 12:
+            shutil.rmtree(out)
+            if again:
+                out.mkdir()
+        update(*args, **more)
 
-    steps = at_step(monkeypatch, 12, remove)
+    monkeypatch.setattr(torch.optim.AdamW, "step", removing)
     assert said in refused(capsys, *flags(out, corpus, **SHORT)) and len(steps) == 15
     assert not list(tmp_path.glob("run/*"))
 
@@ -385,7 +367,7 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
-@pytest.mark.slow(minutes=5)
+@pytest.mark.slow(minutes=3)
 def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     """Rank 1 is killed at the fourth update of each start but the last: torchrun starts both again 20
     times, they go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that
@@ -439,7 +421,7 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
 # --- what a review found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 @pytest.mark.parametrize("at, n, rank, step", [("log", 2, 0, 7), ("agree", 8, 0, 8), ("agree", 8, 1, 8)])
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path, at, n, rank, step):
     """At the log line of step 6, after the ranks have agreed to go on, or while they agree: they save the
@@ -579,26 +561,12 @@ def test_files_of_others_stay(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "signals, status",
-    [((signal.SIGTERM,) * 3, 143), slow((signal.SIGTERM, signal.SIGINT), -2), slow((signal.SIGINT,) * 2, -2)],
+    [("SIGTERM SIGTERM SIGTERM", 143), slow("SIGTERM SIGINT", -2), slow("SIGINT SIGINT", -2)],
 )
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
-    out = tmp_path / "run"
-    code = f"""
-import os, signal, torch
-step, steps = torch.optim.AdamW.step, []
-def signalling(*args, **more):
-    steps.append(0)
-    for s in {tuple(map(int, signals))} if len(steps) == 7 else ():
-        os.kill(os.getpid(), s)
-    step(*args, **more)
-torch.optim.AdamW.step = signalling
-import runpy, sys
-sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    (tmp_path / "signalling.py").write_text(code)
-    left, said = ran(*flags(out, corpus, **SHORT), script=tmp_path / "signalling.py")
+    out, fault = tmp_path / "run", {"at": "before", "n": 7, "do": signals}
+    left, said = ran(*flags(out, corpus, **SHORT), fault=fault)
     assert left == status and step_of(out) == (7 if status == 143 else 5), said
 
 
