@@ -121,34 +121,24 @@ def test_every_command_is_one_that_works(page):
             pytest.fail(f"{shlex.join(words)}: {type(e).__name__}: {e}")
 
 
-def test_commands_are_found_wherever_they_stand():
-    page = """Say `python a.py --b=1` or `X=1 bash
-c.sh D`, not `python` or `d.py`.
-
-```sh
-python e.py --f=1 \\
-    --g="h i"  # and why
-. j && pip install k
-```
-
-```python
-python = 3
-```
-"""
-    said = commands_in(page)
-    assert said[:3] == [["python", "e.py", "--f=1", "--g=h i"], [".", "j"], ["pip", "install", "k"]]
-    assert said[3:] == [["python", "a.py", "--b=1"], ["X=1", "bash", "c.sh", "D"]]
+PLACES = [
+    "```sh\n. j && COMMAND  # and why\n```\n",
+    "```bash\n. \\\n    j\nCOMMAND | tee b\n```\n",
+    "Say `python` or `COMMAND`.",
+]
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "command",
     ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
      "python data/tinystories/prepare.py --txt=a", "python scripts/sweep.py config/demo.py --nrom=a,b",
      "bash scripts/lm_eval.sh", "NAME=1 bash scripts/lm_eval.sh out/demo", "pytest tests/test_gone.py",
-     "pip install -r gone.txt", "pip install .[gone]", "pithon train.py"],
+     "pip install -r gone.txt", "pip install .[gone]"],
 )  # fmt: skip
-def test_a_command_that_does_not_work_is_found(command):
-    (words,) = commands_in(f"```sh\n{command}\n```\n")
+def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place):
+    words = shlex.split(command)
+    assert [w for w in commands_in(place.replace("COMMAND", command)) if w != [".", "j"]] == [words]
     with pytest.raises((Exception, SystemExit)):
         check_command(words)
 
@@ -163,10 +153,13 @@ def commands_of(section: str, **instead) -> list[list[str]]:
     return [words for words in found if words[0] != "pip"]
 
 
+# commands run with this Python
+HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 def run_as_written(words: list[str], *more: str) -> str:
-    """Run one of the README's commands with this Python, smaller; returns what it prints."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    """Run one of the README's commands, smaller; returns what it prints."""
+    done = subprocess.run([*words, *more], cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout
 
@@ -178,8 +171,7 @@ def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
     corpus = tmp_path / "data"
     instead = {"gpt2": weights, "data/tinystories_gpt2": corpus, "tinystories_gpt2": corpus,
                "out/gpt2_internal": tmp_path / "out"}  # fmt: skip
-    ran = []
-    text = tmp_path / "text.txt"
+    ran, text = [], tmp_path / "text.txt"
     text.write_text("Once upon a time there was a norm.\n<|endoftext|>\n" * 200)
     smaller = {
         "prepare.py": [f"--text={text}", f"--val_text={text}"],
@@ -203,18 +195,16 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
         few = dict(max_iters=8, warmup_iters=1, gate_start=2, gate_end=6, taper=taper)
         train(*flags(tmp_path / name, corpus, **few))
     ran = []
-    for words in commands_of(
-        "Use it elsewhere", **{"out/demo": tmp_path / "demo", "out/all": tmp_path / "all"}
-    ):
+    instead = {f"out/{name}": tmp_path / name for name in ("demo", "all")}
+    for words in commands_of("Use it elsewhere", **instead):
         words = [re.sub(r"^--out=out/", f"--out={tmp_path}/", word) for word in words]
         smaller = {"bench.py": ["--iters=2", "--warmup=0", "--seq=8"], "scripts/harness/run.py": ["--local"]}
         run_as_written(words, *smaller.get(words[1], []))
         ran.append(words[1])
     (lens,) = [block for block in BLOCKS["python"] if "load_lens" in block]
     here = {**os.environ, "PYTHONPATH": "."}  # the export's folder and what is installed, nothing of ours
-    done = subprocess.run(
-        [sys.executable, "-c", lens], cwd=tmp_path / "all-lens", env=here, capture_output=True, text=True
-    )
+    command, cwd = [sys.executable, "-c", lens], tmp_path / "all-lens"
+    done = subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True)
     assert done.stdout.endswith("True\n"), done.stderr
     assert ran.count("scripts/convert.py") == 5 and {"bench.py", "scripts/harness/run.py"} <= set(ran)
 
@@ -265,11 +255,10 @@ def test_the_demo(tmp_path):
     phases, a table."""
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     (command,) = [line for line in LINES if "config/demo.py" in line and "&&" in line]
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     began, said = time.perf_counter(), tmp_path / "said"
     with said.open("w") as f:
         demo, clone = command.split("&&", 1)[1], tmp_path / "clone"
-        process = subprocess.Popen(demo, shell=True, cwd=clone, env=env, stdout=f, stderr=f)  # noqa: S602
+        process = subprocess.Popen(demo, shell=True, cwd=clone, env=HERE, stdout=f, stderr=f)  # noqa: S602
         _, status, used = os.wait4(process.pid, 0)
     said = said.read_text()
     assert status == 0, said
