@@ -59,22 +59,17 @@ def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
     """0.05% of the rows, rounded up: the first of numpy's permutation with seed 2357."""
     some = texts(4100)
     hub.rows = [{"text": text} for text in some]
-    train(f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}", program=PREPARE)
+    flags = [f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}"]
+    train(*flags, "--hub=my/copy", "--revision=v1", program=PREPARE)
+    train(*flags, program=PREPARE)
     order = np.random.default_rng(2357).permutation(len(some))
     assert documents(tmp_path, "val") == [some[i] for i in order[:3]]
     assert documents(tmp_path, "train") == [some[i] for i in order[3:]]
-    assert hub.asked == [(HUB_NAME, "train", "abc123", False)]
+    assert hub.asked == [("my/copy", "train", "v1", False), (HUB_NAME, "train", "abc123", False)]
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert meta["source"] == f"{HUB_NAME} on the Hugging Face hub, revision abc123" and meta["dtype"] == "<u2"
     assert "4,100 rows, not 8,013,769" in capfd.readouterr().err  # so the split is not the published one
     data.open_corpus(tmp_path, 16)
-
-
-def test_a_revision_can_be_named(hub, bpe_corpus, tmp_path):
-    hub.rows = [{"text": text} for text in texts(20)]
-    flags = [f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path}", "--hub=my/copy", "--revision=v1"]
-    train(*flags, program=PREPARE)
-    assert hub.asked == [("my/copy", "train", "v1", False)]
 
 
 def test_without_the_hub_one_line_names_the_ways_out(monkeypatch, bpe_corpus, tmp_path, capsys):
@@ -120,8 +115,7 @@ def test_blocks_are_cut_as_the_recipe_cuts_them():
     rows = [rng.integers(61, size=n) for n in rng.integers(1, 6, size=32 * 520 + 11)]
     numbers, blocks, dropped = datasets.Dataset.from_dict({"i": list(range(len(rows)))}), [], 0
     for share in range(32):
-        of_one = numbers.shard(num_shards=32, index=share, contiguous=True)["i"]
-        of_one = list(of_one)
+        of_one = list(numbers.shard(num_shards=32, index=share, contiguous=True)["i"])
         for batch in (of_one[:512], of_one[512:]):
             stream = [t for i in batch for t in rows[i].tolist()]
             blocks += [stream[t : t + T] for t in range(0, len(stream) - T + 1, T)]

@@ -59,16 +59,12 @@ def llama3(**settings) -> dict[str, bytes]:
     begin = {"__type": "AddedToken", "content": BEGIN, "special": True}
     config = {"bos_token": begin, "eos_token": TURN, "chat_template": TEMPLATE} | settings
     generation = {"eos_token_id": [1, 3], "temperature": 0.6}
-    said = {"tokenizer_config.json": config, "generation_config.json": generation}
-    said["config.json"] = {"model_type": "llama", "eos_token_id": 3}
-    return {"tokenizer.json": core.to_str().encode()} | {k: json.dumps(v).encode() for k, v in said.items()}
+    model = {"model_type": "llama", "eos_token_id": 3}
+    return files_of(core, tokenizer_config=config, generation_config=generation, config=model)
 
 
 def gpt2(**settings) -> dict[str, bytes]:
-    return {
-        "tokenizer.json": byte_level([END]).to_str().encode(),
-        "tokenizer_config.json": json.dumps({"eos_token": END, "add_bos_token": False} | settings).encode(),
-    }
+    return files_of(byte_level([END]), tokenizer_config={"eos_token": END, "add_bos_token": False} | settings)
 
 
 def far(top: int = 70_000) -> dict[str, bytes]:
@@ -78,7 +74,13 @@ def far(top: int = 70_000) -> dict[str, bytes]:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([END])
-    return {"tokenizer.json": core.to_str().encode()}
+    return files_of(core)
+
+
+def files_of(core: Tokenizer, **beside) -> dict[str, bytes]:
+    """A tokenizer.json, and JSON files beside it."""
+    others = {f"{name}.json": json.dumps(value).encode() for name, value in beside.items()}
+    return {"tokenizer.json": core.to_str().encode()} | others
 
 
 def put(folder: Path, files: dict[str, bytes]) -> Path:
@@ -148,7 +150,7 @@ def test_a_file_that_cuts_and_pads_does_neither_here():
     core = Tokenizer.from_buffer(gpt2()["tokenizer.json"])
     core.enable_truncation(3)
     core.enable_padding(length=8)
-    tokenizer = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    tokenizer = TokenizerJson(files_of(core))
     assert tokenizer.decode(tokenizer.encode("four and more words")) == "four and more words"
     assert len(tokenizer.encode("a")) == 1
 
@@ -169,12 +171,12 @@ def test_gpt2s_two_files_are_its_tokenizer(tmp_path):
 def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
     core = byte_level([END])
     core.normalizer = normalizers.NFC()
-    nfc = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    nfc = TokenizerJson(files_of(core))
     assert nfc.keeps("e\u0301", nfc.encode("e\u0301")) and not nfc.keeps("e\u0301", nfc.encode("e"))
     assert data.write_tokens(nfc, [("cafe\u0301", True)], io.BytesIO())["documents"] == 1
     core.normalizer = normalizers.Lowercase()
     core.decoder = decoders.WordPiece()
-    lossy = TokenizerJson({"tokenizer.json": core.to_str().encode()})
+    lossy = TokenizerJson(files_of(core))
     with pytest.raises(BadInput, match=r"document 0, .* does not decode"):
         data.write_tokens(lossy, [("a b", True)], io.BytesIO())
 
@@ -183,43 +185,34 @@ def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
 # special tokens
 
 
-def test_every_end_token_ends_and_one_of_them_a_document(chatty):
-    assert chatty.end_ids == {1, 2, 3}  # the vocabulary's, tokenizer_config's, generation_config's
-    assert (chatty.eot_id, chatty.end_token, chatty.bos_id) == (1, "<|end_of_text|>", 0)
-    alone = TokenizerJson(gpt2())
-    assert (alone.end_ids, alone.eot_id, alone.end_token, alone.bos_id) == ({0}, 0, END, None)
-
-
-def test_end_tokens_of_the_models_own_config():
-    core = byte_level(["</s>", "<pad>"])
-    files = {"tokenizer.json": core.to_str().encode(), "config.json": b'{"eos_token_id": [0, 1, 5000, true]}'}
+def special(files) -> tuple:
     tokenizer = TokenizerJson(files)
-    assert (tokenizer.end_ids, tokenizer.eot_id, tokenizer.end_token) == ({0, 1}, 0, "</s>")
+    return tokenizer.end_ids, tokenizer.eot_id, tokenizer.end_token, tokenizer.bos_id
+
+
+def test_special_tokens_are_as_the_files_say():
+    """Every end token ends, and one of them a document."""
+    assert special(gpt2()) == ({0}, 0, END, None)
+    ends = {1, 2, 3}  # the vocabulary's, tokenizer_config's, generation_config's
+    for said, bos_id in ((True, 0), (False, None), (None, 0)):
+        assert special(llama3(add_bos_token=said)) == (ends, 1, "<|end_of_text|>", bos_id)
+    core = byte_level(["</s>", "<pad>"])
+    assert special(files_of(core, config={"eos_token_id": [0, 1, 5000, True]})) == ({0, 1}, 0, "</s>", None)
     with refuses("eos_token"):
-        TokenizerJson({"tokenizer.json": files["tokenizer.json"]})
+        special(files_of(core))
+    # an end token behind a text is no begin token
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    said = {"eos_token": "</s>", "add_bos_token": None}
+    assert special(files_of(core, tokenizer_config=said)) == ({0}, 0, "</s>", None)
 
 
 @pytest.mark.parametrize("settings", [{"eos_token": "<|mine|>"}, {"eos_token": {"content": "<|mine|>"}}])
 def test_a_token_that_is_special_by_name_only(settings):
     core = byte_level([])
     core.add_tokens([AddedToken("<|mine|>", special=False)])
-    config = json.dumps(settings).encode()
-    tokenizer = TokenizerJson({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config})
+    tokenizer = TokenizerJson(files_of(core, tokenizer_config=settings))
     ids = tokenizer.encode("a <|mine|>")
     assert tokenizer.eot_id not in ids and tokenizer.decode([*ids, tokenizer.eot_id]) == "a <|mine|>"
-
-
-@pytest.mark.parametrize(("said", "bos_id"), [(True, 0), (False, None), (None, 0)])
-def test_the_begin_token_is_as_the_config_says(said, bos_id):
-    assert TokenizerJson(llama3(add_bos_token=said)).bos_id == bos_id
-
-
-def test_an_end_token_behind_a_text_is_no_begin_token():
-    core = byte_level(["</s>"])
-    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
-    config = b'{"eos_token": "</s>", "add_bos_token": null}'
-    files = {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config}
-    assert TokenizerJson(files).bos_id is None
 
 
 def test_its_files_are_all_it_takes(folder, chatty, tmp_path):
@@ -319,6 +312,10 @@ def test_folders_without_a_tokenizer_are_one_line(tmp_path):
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(BadInput, match="are not a vocabulary"):
         load_tokenizer(tmp_path)
+    (tmp_path / "t.model").write_bytes(b"not a model")
+    for name in ("t.model", "absent.model"):
+        with pytest.raises(BadInput, match=name):
+            load_tokenizer(tmp_path / name)
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
@@ -337,33 +334,23 @@ def prepared(folder, documents, tokenizer):
     return data.prepare(lambda: parts, lambda: parts[:1], folder, 0, "some text", tokenizer)
 
 
-def test_wide_ids_pass_through_files_of_uint32(tmp_path):
-    tokenizer = load_tokenizer(put(tmp_path / "far", far()))
-    meta = prepared(tmp_path, ["far away " * 9, "not so far"], tokenizer)
-    assert (meta["dtype"], meta["vocab_size"], meta["end_token_id"]) == ("<u4", 70_001, 70_000)
-    assert check_manifest(tmp_path)[1]["train"] == ["far away " * 9, "not so far"]
+@pytest.mark.parametrize(("top", "dtype"), [(65_535, "<u2"), (65_536, "<u4"), (70_000, "<u4")])
+def test_the_largest_id_decides_the_type_of_the_files(tmp_path, top, dtype):
+    tokenizer, texts = load_tokenizer(put(tmp_path / "far", far(top))), ["far away " * 9, "not so far"]
+    meta = prepared(tmp_path, texts, tokenizer)
+    assert (meta["dtype"], meta["vocab_size"], meta["end_token_id"]) == (dtype, top + 1, top)
+    assert check_manifest(tmp_path)[1]["train"] == texts
     _, train_tokens, val_tokens = data.open_corpus(tmp_path, 8)
-    assert train_tokens.dtype == np.int32 and val_tokens.max() == 70_000
+    assert val_tokens.view(dtype).max() == top
     ids, targets = windows(torch.from_numpy(train_tokens), np.arange(3), 8, "cpu")
-    wanted = np.fromfile(tmp_path / "train.bin", "<u4").astype(np.int64)
+    wanted = np.fromfile(tmp_path / "train.bin", dtype).astype(np.int64)
     for row in range(3):
         assert ids[row].tolist() == wanted[row : row + 8].tolist()
         assert targets[row].tolist() == wanted[row + 1 : row + 9].tolist()
 
-    (tmp_path / "meta.json").write_text(json.dumps(meta | {"dtype": "<u2"}))
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"dtype": "<u4" if dtype == "<u2" else "<u2"}))
     with pytest.raises(BadInput, match="says"):
         data.open_corpus(tmp_path, 8)
-
-
-@pytest.mark.parametrize("top", [65_535, 65_536])
-def test_the_largest_id_decides_the_type(tmp_path, top):
-    tokenizer = load_tokenizer(put(tmp_path / "far", far(top)))
-    meta = prepared(tmp_path, ["far away"], tokenizer)
-    assert meta["dtype"] == ("<u2" if top == 65_535 else "<u4")
-    _, tokens, _ = data.open_corpus(tmp_path, 4)
-    ids, _ = windows(torch.from_numpy(tokens), np.zeros(1, np.int64), 1, "cpu")
-    assert ids.item() == top - 1
-    assert tokens.view(f"u{tokens.itemsize}")[-1] == top
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "json"])
@@ -498,8 +485,7 @@ def test_a_space_that_decoding_drops_at_the_start_is_kept(tmp_path, monkeypatch,
     back = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     core.decoder = decoders.Sequence(back)
     core.add_special_tokens(["</s>"])
-    config = b'{"eos_token": "</s>"}'
-    put(tmp_path, {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": config})
+    put(tmp_path, files_of(core, tokenizer_config={"eos_token": "</s>"}))
     torch.save(tiny(dtype=torch.float32).to_file({"gate": 0.0, "phase": "scale"}), tmp_path / "model.pt")
     assert sampled(monkeypatch, capsys, [3, 3, 0], tmp_path, "--prompt=a a")[0] == "a a a a\n"
 
