@@ -267,19 +267,16 @@ def test_shapes_and_defaults(capsys, flags):
         (["--speedups=x.png", "--seq=8,16"], "name one --seq, not 2"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
+        (["RUN", "--n_embd=32"], "leave out --n_embd"),
+        (["EMPTY"], "holds no run"),
     ],
 )
-def test_bad_input(argv, says):
+def test_bad_input(argv, says, folder):
+    (folder / "empty").mkdir()
+    places = {"RUN": str(folder), "EMPTY": str(folder / "empty")}
+    argv = [places.get(word, word) for word in argv]
     with pytest.raises((BadInput, ModelError), match=says):
         bench.main([*(FLAGS if argv[0].startswith("--") else []), *QUICK, *argv])
-
-
-def test_path_and_shape_flags_exclude_each_other(folder, tmp_path):
-    with pytest.raises(BadInput, match="leave out --n_embd"):
-        bench.main([str(folder), "--n_embd=32"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="holds no run"):
-        bench.main([str(tmp_path / "empty")])
 
 
 def test_missing_compiler_is_one_line(monkeypatch):
