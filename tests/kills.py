@@ -95,7 +95,7 @@ def systematic(folder: Path, corpus: Path, reference: Path, done: Counter):
             assert ended(fork(argv, folder / "log")) == 0, (kind, n)
             compare(out, reference)
             shutil.rmtree(out)
-            done[f"SIGKILL at a {kind}"] += 1
+            done[f"each {kind}"] += 1
 
 
 def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills: int, rng):
@@ -130,8 +130,7 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
             assert status in wanted, (kind, status)
             whole(out)
             so_far += 1
-            where = {"write": "in a write", "log": "in a line of the log"}.get(kind, f"{kind} an update")
-            done[f"{kind} from outside" if signum else f"SIGKILL {where}"] += 1
+            done[kind] += 1
     print(f"{so_far} kills over {runs} runs of one process", flush=True)
 
 
@@ -165,17 +164,12 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
                     time.sleep(rng.uniform(0, 0.7 * left))
                 else:
                     time.sleep(rng.uniform(0.3, 0.9) * setup)
-                ranks = children(process.pid)
-                if kind == "job":
-                    for pid in (process.pid, *ranks):  # torchrun first: it would end the ranks its own way
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                else:
-                    # as whoever ends a whole job does; torchrun passes it on as well
-                    everyone = kind == "SIGTERM" and rng.random() < 0.5
-                    for pid in (process.pid, *(ranks if everyone else ())):
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, getattr(signal, kind))
+                # torchrun first: it would end the ranks its own way, and passes a signal on; who ends a whole
+                # job sends SIGTERM to all of it
+                everyone = kind == "job" or (kind == "SIGTERM" and rng.random() < 0.5)
+                for pid in (process.pid, *(children(process.pid) if everyone else ())):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if kind == "job" else getattr(signal, kind))
             status = process.wait()
         text = (folder / "said").read_text()
         (folder / "log").write_text(text)
@@ -187,29 +181,21 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
             continue
         whole(out)
         so_far += 1
-        name = "SIGKILL of the job" if kind == "job" else f"SIGKILL of one at {kind}"
-        if kind.startswith("SIG"):
-            name = f"{kind} to torchrun"
         stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
         # they left together, and what they saved is that step; or the loop was over
         if kind.startswith("SIG") and training:
             step = read_file(out / "ckpt.pt")["progress"]["iter"]
             assert step == (int(stopped[2]) if stopped else RUN["max_iters"]), text
-            name += " and the ranks" * everyone + ", saved and left"
         else:
             assert not stopped or kind.startswith("SIG"), text
-        done[f"two ranks: {name}"] += 1
+        done[f"two ranks: {kind}"] += 1
     print(f"{so_far} kills over {runs} runs of two ranks")
 
 
 def children(pid: int) -> list[int]:
-    """Linux."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
+    """Linux; none of a process that has ended."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return list(map(int, path.read_text().split())) if path.exists() else []
 
 
 def modified(path: Path) -> int | None:
@@ -257,10 +243,9 @@ def main():
         except BaseException:
             print((folder / "log").read_text()[-3000:])
             raise
-    for what, times in sorted(done.items()):
-        print(f"{times:4d}  {what}")
-    how = f"{sum(done.values())} kills in {time.perf_counter() - began:.0f} s"
-    print(f"{how}; every run ended with the bits of the uninterrupted one")
+    print(", ".join(f"{times} {what}" for what, times in sorted(done.items())))
+    seconds = time.perf_counter() - began
+    print(f"{sum(done.values())} kills in {seconds:.0f} s; every run ended with the same bits")
 
 
 if __name__ == "__main__":

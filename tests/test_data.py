@@ -58,8 +58,7 @@ def write_stories(path, documents):
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the tokenizer
+# --- the tokenizer
 
 
 def test_line_ends_and_indentation_are_tokens(tokenizer):
@@ -75,8 +74,7 @@ def test_sizes_that_do_not_fit_name_one_that_does():
         assert SentencePiece(train_tokenizer(SOURCE, named)).vocab_size == named
 
 
-# ---------------------------------------------------------------------------------------------------------
-# streaming
+# --- streaming
 
 
 def test_writing_holds_no_more_than_a_batch(tokenizer):
@@ -118,8 +116,7 @@ def test_long_story_comes_in_parts(tmp_path, line):
         assert all(part.endswith("\n") for part, ends in parts if not ends)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# a corpus
+# --- a corpus
 
 
 FILES = {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
@@ -132,7 +129,7 @@ def check_manifest(folder):
     assert hashlib.sha256(model.read_bytes()).hexdigest() == meta["tokenizer_sha256"]
     tokenizer, documents = load_tokenizer(model), {}
     assert (tokenizer.vocab_size, tokenizer.eot_id) == (meta["vocab_size"], meta["end_token_id"])
-    for split in ("train", "val"):
+    for split in (path.stem for path in folder.glob("*.bin")):
         ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
         ends = np.flatnonzero(ids == tokenizer.eot_id)
         assert len(ids) == meta[f"{split}_tokens"] and ids.max() < meta["vocab_size"]
@@ -270,8 +267,7 @@ def test_bad_input_is_one_line(tmp_path, flags, said):
     assert not [path for name in ("out", "busy") for path in (tmp_path / name).glob("*")]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the hub, with stand-ins for its client, and the standard library
+# --- the hub, with stand-ins for its client, and the standard library
 
 
 def fake_hub(folder, rows: str, *which: str):

@@ -90,8 +90,7 @@ def row(forward, inputs=X, folded=1, **modules):
     return net(forward, **modules), inputs, folded
 
 
-# ---------------------------------------------------------------------------------------------------------
-# what folds
+# --- what folds
 
 
 def block(s, h):
@@ -210,20 +209,10 @@ def test_what_folds(name):
     check(copy.deepcopy(model), inputs, folded)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# what must be refused: each of these would change the function
+# --- what must be refused: each of these would change the function
 
 
-def tied(s, i):
-    return F.linear(s.ln(s.table(i)), s.table.weight)
-
-
-class Several(list):
-    pass
-
-
-class Named(dict):
-    pass
+SEVERAL, NAMED = type("Several", (list,), {}), type("Named", (dict,), {})
 
 
 class Slot:
@@ -247,8 +236,8 @@ REFUSED = {
     "a head on the stream": row(lambda s, x: (lambda h: (s.ln(h), s.head(h)))(s.lin(x))),
     "a returned stream": row(lambda s, x: (lambda h: (s.ln(h), h))(s.lin(x))),
     "a stream in a returned object": row(lambda s, x: (lambda h: {"y": s.ln(h), "all": [h * 2]})(s.lin(x))),
-    "a stream in a list of one's own": row(lambda s, x: (lambda h: (s.ln(h), Several([h])))(s.lin(x))),
-    "a stream in a dict of one's own": row(lambda s, x: (lambda h: (s.ln(h), Named(h=h)))(s.lin(x))),
+    "a stream in a list of one's own": row(lambda s, x: (lambda h: (s.ln(h), SEVERAL([h])))(s.lin(x))),
+    "a stream in a dict of one's own": row(lambda s, x: (lambda h: (s.ln(h), NAMED(h=h)))(s.lin(x))),
     "a stream in slots": row(lambda s, x: (lambda h: (s.ln(h), Slot(h)))(s.lin(x))),
     "a stream ten objects deep": row(lambda s, x: (lambda h: (s.ln(h), deep(h)))(s.lin(x))),
     "a part of a detached stream": row(lambda s, x: (lambda h: (s.ln(h), h.detach()[:, :1]))(s.lin(x))),
@@ -275,7 +264,7 @@ REFUSED = {
     "spectral norm": row(lambda s, x: s.ln(s.w(x)), w=parametrizations.spectral_norm(nn.Linear(D, D))),
     "a batch norm": row(lambda s, x: s.ln(s.b(s.lin(x).mT).mT), b=nn.BatchNorm1d(D)),
     "a shared module with another reader": row(lambda s, x: s.ln(s.lin(x)) + F.relu(s.lin(x + 1))),
-    "a tied head": row(tied, IDS),
+    "a tied head": row(lambda s, i: F.linear(s.ln(s.table(i)), s.table.weight), IDS),
     "something uniform added": row(lambda s, x: s.ln(s.lin(x) + 1.0) + s.ln2(s.lin2(x) + x[..., :1])),
     "a product of two streams": row(lambda s, x: s.ln(s.lin(x) * s.lin2(x))),
     "a square": row(lambda s, x: (lambda h: s.ln(h * h))(s.lin(x))),
@@ -377,8 +366,7 @@ def test_the_reason_names_the_node():
     assert (second.name, second.blocker) == ("ln2", "input 1") and "input of the model" in second.reason
 
 
-# ---------------------------------------------------------------------------------------------------------
-# tied tables, inserted operations, dropout, choice of outputs
+# --- tied tables, inserted operations, dropout, choice of outputs
 
 
 def test_a_tied_table_is_left_intact():
@@ -537,8 +525,7 @@ def test_transformer_encoder(norm_first, tied):
     check(model, torch.randint(61, (2, 9)), 5 if norm_first else 0, ops=1 if norm_first and tied else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the proof, the printed algorithm
+# --- the proof, the printed algorithm
 
 
 def test_a_wrong_plan_is_refused_and_the_model_untouched():
@@ -619,8 +606,7 @@ def test_the_printed_algorithm_does_not_ask_who_reads():
     assert report.folded == 1 and report.errors["given"] > 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------
-# training
+# --- training
 
 
 def trained(model, ids, steps=40):
@@ -685,8 +671,7 @@ def test_layer_scale_is_not_absorbed_in_training():
     assert find(model, X, absorb=False).folded == 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# random networks against brute force
+# --- random networks against brute force
 
 
 class Random(nn.Module):
@@ -763,8 +748,7 @@ def test_many_random_networks_agree_with_brute_force(steps, returned):
     verdicts_agree(steps, returned)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the command
+# --- the command
 
 
 def command(monkeypatch, *words):

@@ -52,8 +52,7 @@ MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused al
 VOCAB = 360
 COUNTS = Counter()  # (target, outcome) -> cases
 
-# ---------------------------------------------------------------------------------------------------------
-# one case
+# --- one case
 
 
 class Hang(BaseException):
@@ -136,8 +135,7 @@ def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes
     COUNTS[target, "refused"] += 1
 
 
-# ---------------------------------------------------------------------------------------------------------
-# material
+# --- material
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +188,7 @@ TINY = [f"--{k}={v}" for k, v in dict(
     aux_weight=0.1, gate_start=1, gate_end=2,
     eval_interval=2, log_interval=1, device="cpu", dtype="float32", compile=False).items()]  # fmt: skip
 
-# ---------------------------------------------------------------------------------------------------------
-# values: of a knob's type, at the edges, and of no type at all
+# --- values: of a knob's type, at the edges, and of no type at all
 
 HINTS = get_type_hints(Config, include_extras=True)
 BENCH_HINTS = get_type_hints(bench.Bench, include_extras=True)
@@ -268,8 +265,7 @@ def knob_and_value(hints, names=None):
     return st.one_of(right, right, right, wrong, named)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# (a) config files and flags
+# --- (a) config files and flags
 
 
 ODD_LINES = [
@@ -365,8 +361,7 @@ def accept(*_):
     raise Accepted
 
 
-# ---------------------------------------------------------------------------------------------------------
-# (b) corpora
+# --- (b) corpora
 
 CORPUS_FILES = ["train.bin", "val.bin", "tokenizer.model", "meta.json"]
 META_KEYS = ["vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes",
@@ -435,8 +430,7 @@ def corpus_target(material, case):
         check("corpus", "train.py", [*argv, *sizes], root)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# (c) model files
+# --- (c) model files
 
 
 class Foreign:
@@ -567,8 +561,7 @@ def file_target(material, case):
         check("model file", program, argv, folder)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# (d) prompts and sample.py's flags
+# --- (d) prompts and sample.py's flags
 
 SMALL = {"num_samples": st.integers(1, 2), "max_new_tokens": st.integers(0, 20), "compile": st.just(False),
          "device": st.sampled_from(["cpu", "cpu:0"]) | odd_text,
@@ -630,8 +623,7 @@ def prompt_target(material, case):
         check("prompt", "sample.py", ["--max_new_tokens=5", *words, *argv], folder, prompt if piped else b"")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# (e) bench.py's arguments
+# --- (e) bench.py's arguments
 
 QUICK = ["--iters=1", "--warmup=0", "--batch=1", "--seq=4", "--device=cpu"]
 SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--vocab_size=20", "--block_size=16"]
@@ -666,8 +658,7 @@ def bench_target(material, case):
         check("bench", "bench.py", [*QUICK, *shape, *argv, *words], folder)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the suites
+# --- the suites
 
 
 def cases_of(material) -> dict:

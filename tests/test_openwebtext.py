@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from running import refused, train
+from test_data import check_manifest
 
 import data
 from data import held_out
 from data.openwebtext.prepare import HUB_NAME
-from data.tokenizer import END, load_tokenizer
+from data.tokenizer import END
 from nanonorm.errors import BadInput
 
 PREPARE, HELD_OUT = "data/openwebtext/prepare.py", "data/held_out.py"
@@ -42,17 +43,10 @@ def texts(count: int) -> list[str]:
 
 
 def documents(folder, split: str) -> list[str]:
-    """The documents of a prepared split, by its tokenizer."""
-    meta = json.loads((folder / "meta.json").read_text())
-    tokenizer = load_tokenizer(folder / meta["tokenizer"])
-    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
-    assert len(ids) == meta[f"{split}_tokens"] and ids[-1] == tokenizer.eot_id
-    ends = np.flatnonzero(ids == tokenizer.eot_id) + 1
-    return [tokenizer.decode(row[:-1].tolist()) for row in np.split(ids, ends)[:-1]]
+    return check_manifest(folder)[1][split]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the corpus
+# --- the corpus
 
 
 def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
@@ -103,8 +97,7 @@ def test_nothing_large_is_fetched_unasked(monkeypatch, tmp_path, capsys):
         data.prepare_if_missing(other)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the sets to evaluate on
+# --- the sets to evaluate on
 
 
 def test_blocks_are_cut_as_the_recipe_cuts_them():

@@ -68,28 +68,19 @@ def step_of(out) -> int:
 
 
 def test_a_flipped_bit_is_found_or_means_nothing(short, tmp_path):
-    """Anywhere in the file: either it is refused, or what it holds is the same. torch.load alone reads most
-    of them as they are."""
+    """Anywhere in the file: either it is refused, or what it holds is the same."""
     whole, content, rng = (short / "ckpt.pt").read_bytes(), final(short), random.Random(0)
-    path, outcomes = tmp_path / "ckpt.pt", {"refused": 0, "the same": 0, "torch.load reads something else": 0}
+    path, refusals = tmp_path / "ckpt.pt", 0
     for _ in range(200):
         broken = bytearray(whole)
         broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(broken)
         try:
             assert_same(read_file(path), content)
-            outcomes["the same"] += 1
         except BadFile as e:
             assert str(path) in str(e) and "damaged" in str(e) and "\n" not in str(e)
-            outcomes["refused"] += 1
-            try:
-                assert_same(torch.load(path, weights_only=True), content)
-            except AssertionError:
-                outcomes["torch.load reads something else"] += 1
-            except Exception:  # it noticed, in its own words
-                continue
-    print(outcomes)
-    assert outcomes["refused"] > 150 and outcomes["torch.load reads something else"] > 100
+            refusals += 1
+    assert refusals > 150
 
 
 def test_a_file_cut_anywhere_is_refused(short, tmp_path):
@@ -210,7 +201,7 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
 @pytest.mark.parametrize(
     "call, error, times",
     [("write", "ENOSPC", 1), ("fsync", "EIO", 1), slow("replace", "EROFS", 1)]
-    + [slow(call, "ENOSPC", 4) for call in ("write", "log", "fsync", "replace", "link")],
+    + [slow(call, "ENOSPC", 4) for call in ("write", "log", "fsync", "replace")],
 )
 def test_a_disk_that_fails_anywhere_is_one_line(
     short, corpus, tmp_path, monkeypatch, capsys, call, error, times
@@ -225,11 +216,8 @@ def test_a_disk_that_fails_anywhere_is_one_line(
         out = tmp_path / f"{n}"
         with monkeypatch.context() as patch:
             faults.install({"at": call, "n": n, "do": error}, patch.setattr)
-            if call == "link":  # a disk without hard links is none that fails
-                train(*flags(out, corpus, **SHORT))
-            else:
-                line = refused(capsys, *flags(out, corpus, **SHORT))
-                assert words in line and str(out) in line and remedy in line
+            line = refused(capsys, *flags(out, corpus, **SHORT))
+            assert words in line and str(out) in line and remedy in line
         assert not list(out.glob("ckpt.pt.tmp"))
         train(*flags(out, corpus, **SHORT, init_from="auto"))
         assert_same_run(short, out)

@@ -20,8 +20,7 @@ from forms import load_model
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError
 
-# ---------------------------------------------------------------------------------------------------------
-# no pickle is executed
+# --- no pickle is executed
 
 
 class Bomb:
@@ -101,8 +100,7 @@ def test_a_prepare_py_of_elsewhere_is_not_run(way, tmp_path, capsys):
         assert not marker.exists() and "no corpus" in said and said.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------
-# config files are code
+# --- config files are code
 
 
 def test_a_config_file_that_anyone_may_write_is_refused(tmp_path):
@@ -121,8 +119,7 @@ def test_a_config_file_that_anyone_may_write_is_refused(tmp_path):
     assert Path(f"{path}.ran").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# no shell, no eval, no pickle: pyproject.toml asks ruff for that
+# --- no shell, no eval, no pickle: pyproject.toml asks ruff for that
 
 
 def test_no_file_of_the_repository_lets_torch_load_run_code():
@@ -133,8 +130,7 @@ def test_no_file_of_the_repository_lets_torch_load_run_code():
     assert len(files) > 40 and not [path for path in files if off in path.read_text()]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# no word over the network
+# --- no word over the network
 
 
 RUN = """

@@ -107,8 +107,7 @@ def both(chatty):
     return SentencePiece(train_tokenizer(SOURCE, 500)), chatty
 
 
-# ---------------------------------------------------------------------------------------------------------
-# text
+# --- text
 
 
 @examples
@@ -181,8 +180,7 @@ def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
         data.write_tokens(lossy, [("a b", True)], io.BytesIO())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# special tokens
+# --- special tokens
 
 
 def special(files) -> tuple:
@@ -228,8 +226,7 @@ def test_its_files_are_all_it_takes(folder, chatty, tmp_path):
     assert load_tokenizer(tmp_path / "model.pt").sha256 == load_tokenizer(folder / "tokenizer.json").sha256
 
 
-# ---------------------------------------------------------------------------------------------------------
-# chat
+# --- chat
 
 
 def test_a_chat_is_its_template(chatty):
@@ -275,8 +272,7 @@ def test_transformers_makes_the_same_ids(folder, chatty):
         assert [0, *chatty.encode(text)] == theirs.encode(text, split_special_tokens=True)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# what is no tokenizer
+# --- what is no tokenizer
 
 
 # the package itself panics over a merge of texts shorter than this prefix
@@ -325,8 +321,7 @@ def test_a_missing_package_is_named(folder, monkeypatch, package):
         load_tokenizer(folder).chat([])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# corpora
+# --- corpora
 
 
 def prepared(folder, documents, tokenizer):
@@ -420,8 +415,7 @@ def test_a_missing_corpus_is_prepared_with_the_tokenizer_asked_for(monkeypatch, 
     assert asked == [["--tokenizer=some/model"], []]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# sample.py
+# --- sample.py
 
 
 @pytest.fixture
