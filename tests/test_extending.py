@@ -61,7 +61,7 @@ def test_a_norm_of_ones_own_trains_tapers_folds_exports_and_is_timed(command, co
 def test_calibration_and_anchor_ask_the_norm():
     """c is the least-squares fit to this norm, and s what it divides by."""
     space = {}
-    exec(NORM, space)
+    exec(NORM, space)  # noqa: S102
     try:
         model = Transformer(tiny_config(norm="mean_abs", taper="all", aux_weight=0.1)).double().train()
         seen = []
