@@ -35,12 +35,13 @@ def fast(kernel, training=True, eager=True):
 
     training, eager: the kernel is for that alone.
     """
-    KERNELS.add(kernel.__name__)
+    name = kernel.__name__
+    KERNELS.add(name)
 
     def decorate(formula):
         @wraps(formula)
         def either(*args):
-            if kernel.__name__ not in OFF and applies(args, training, eager):
+            if name not in OFF and applies(args, training, eager):
                 found = kernel(*args)
                 if found is not NotImplemented:
                     return found
@@ -53,12 +54,14 @@ def fast(kernel, training=True, eager=True):
 
 def applies(args, training: bool, eager: bool) -> bool:
     """Whether a fast path may serve a call. args: perhaps the module whose method it is, then a tensor."""
-    owner, x = args[0], args[0 if isinstance(args[0], torch.Tensor) else 1]
+    owner = args[0]
+    if training and not (owner.training and torch.is_grad_enabled()):
+        return False
+    x = owner if isinstance(owner, torch.Tensor) else args[1]
     if not x.is_cpu:
         return False
-    if eager and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
-        return False  # a compiler fuses better; torch.func cannot see into an autograd.Function
-    return not training or (owner.training and torch.is_grad_enabled())
+    # a compiler fuses better; torch.func cannot see into an autograd.Function
+    return not eager or not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def is_watched(module: nn.Module) -> bool:

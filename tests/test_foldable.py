@@ -775,7 +775,6 @@ def test_the_command_prints_its_table(monkeypatch, capsys):
         (["torch-prenorm", "--layers=0"], "layers must be"),
         (["--chekpoint", "x"], "flags are written"),
         (["--checkpoint", "nowhere"], "config.json"),
-        (["torch-prenorm", "--bench"], "--bench knows"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, words, says):
