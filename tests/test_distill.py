@@ -154,7 +154,7 @@ with Peak() as peak:
         loss = 0.5 * F.nll_loss(student, targets.flatten())
         loss = loss + F.kl_div(student, teacher, reduction="batchmean", log_target=True)
     loss.backward()
-print(json.dumps({"took": peak.peak - peak.base, "loss": loss.item()}))
+print(json.dumps({"took": peak.bytes, "loss": loss.item()}))
 """
 )
 
