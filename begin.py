@@ -21,7 +21,7 @@ from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.knobs import off
-from nanonorm.machine import versions
+from nanonorm.machine import uncompiled, versions
 from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
@@ -169,7 +169,7 @@ def distance_of(pair: Distilled, start: Beginning, val_tokens, device, autocast)
     student = pair.student.eval()
     torch.nn.ModuleList(student.taper_norms().values()).train()
     x, y = (t.to(device) for t in few_windows(val_tokens, student.config))
-    with autocast, torch.compiler.set_stance("force_eager"):  # blocks are compiled for training alone
+    with autocast, uncompiled(start.settings.compile):
         found = divergence(pair.teacher, student, zip(x.split(1), y.split(1), strict=True))
     pair.train()
     return [f"from teacher to student: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]

@@ -1,4 +1,4 @@
-"""The whole transformer, in plain code: settings, norms, tapers, attention, MLPs, blocks, cache, generation.
+"""The whole transformer, in plain code: settings, norms, tapers, attention, MLPs, blocks, cache.
 
 Pre-norm, causal; SwiGLU, RoPE, no bias and no dropout unless a knob says otherwise: GPT-2, Llama, Qwen2 and
 Qwen3 are settings of it. Three knobs choose the normalization: `norm` (which normalizer), `taper` (which of
@@ -31,7 +31,7 @@ from nanonorm import kernels
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
 from nanonorm.generation import generate
-from nanonorm.kernels import fast, is_watched, upcast
+from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, recomputed
@@ -738,7 +738,6 @@ def initialize(model: "Transformer"):
 # ---------------------------------------------------------------------------------------------------------
 # the network
 
-NOT_COUNTED = -100  # a target that no loss counts
 ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
 

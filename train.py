@@ -34,7 +34,7 @@ from model import Block, Transformer
 from nanonorm.adapters import learning
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
-from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, widest_float
+from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, uncompiled, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
@@ -54,7 +54,7 @@ def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) ->
         batches.append((np.array([n - n % T]), n % T))
     totals = torch.zeros(len(of), dtype=widest_float(device), device=device)
     for first, length in batches[ranks.rank :: ranks.size]:
-        with autocast, torch.compiler.set_stance("force_eager"):  # blocks are compiled for training alone
+        with autocast, uncompiled(cfg.compile):
             losses = module(*windows(tokens, first, length, device))
         found = torch.stack([getattr(losses, name) for name in of])
         totals += found.to(totals.dtype) * (len(first) * length)

@@ -113,7 +113,7 @@ class Config(ModelKnobs):
             )
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
-        if tapers(self) or (self.aux_weight > 0 and self.anchor_target == "fixed"):
+        if START.met(self):
             check_gates(self)
         self.check_form()
         self.resolve_distillation()

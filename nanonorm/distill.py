@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from nanonorm.adapters import ADAPTER, adapted, merge
 from nanonorm.errors import BadInput
-from nanonorm.kernels import upcast
+from nanonorm.kernels import NOT_COUNTED, upcast
 
 LOGITS_AT_ONCE = 1 << 25  # of a network, held at a time: 128 MiB in float32
-NOT_COUNTED = -100  # a target that is none, as F.cross_entropy has it
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -28,8 +27,8 @@ def distill_loss(y, head, taught, teacher_head, targets, ce_weight: float, kl_we
     the tokens that count, in float32 or better, of which the first has a gradient, for the student alone.
 
     y, taught: what the output heads of student and teacher read, (B, T, D) each, of which D may differ; head,
-    teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T), of which -100 does not
-    count; of none that counts all is 0. The temperature is 1. Of the (N, V) logits no more than
+    teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T), of which NOT_COUNTED
+    does not count; of none that counts all is 0. The temperature is 1. Of the (N, V) logits no more than
     LOGITS_AT_ONCE are ever held, nor their gradient.
     """
     teacher_head = (None if t is None else t.detach() for t in teacher_head)
@@ -121,15 +120,10 @@ class Distilled(nn.Module):
     {"path", "sha256"} names the teacher in files.
     """
 
-    def __init__(
-        self, student: nn.Module, teacher: nn.Module, teacher_id: dict, ce_weight=0.0, kl_weight=1.0
-    ):
+    def __init__(self, student, teacher, teacher_id: dict, ce_weight: float = 0.0, kl_weight: float = 1.0):
         super().__init__()
-        self.student, self.teacher, self.teacher_id = (
-            student,
-            teacher.requires_grad_(False).eval(),
-            teacher_id,
-        )
+        self.student, self.teacher = student, teacher.requires_grad_(False).eval()
+        self.teacher_id = teacher_id
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
 
     def train(self, mode: bool = True):

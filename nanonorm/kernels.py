@@ -1,7 +1,7 @@
 """Fast paths on a CPU, each named after the plain code in model.py that it equals to rounding.
 
 Where model.py says `@fast(kernel)`, the kernel runs in place of the plain function wherever `applies` says
-so, and this is the only place that says so. `with plain():` turns them all off. results/NOTES.md has what
+so, and this is the only place that says so. `with turned_off():` does without. results/NOTES.md has what
 each saves. Shapes: B batch, T time, D width, H query heads, K key/value heads, C head size, F SwiGLU width.
 """
 
@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
+NOT_COUNTED = -100  # a target that no loss counts, as F.cross_entropy has it
 KERNELS, OFF = set(), set()  # names: of all that `fast` was given; of those that are turned off
 
 
 @contextmanager
-def plain(*names: str):
+def turned_off(*names: str):
     """Turn these fast paths off, all of them if none is named."""
     off = set(names or KERNELS) - OFF
     OFF.update(off)
@@ -232,14 +233,15 @@ def cross_entropy(model, y, targets):
 
 
 def chunked_cross_entropy(y, weight, bias, targets):
-    """Mean cross-entropy of softmax(W y + b) over targets other than -100, 0 if there are none, 512 tokens at
-    a time: the (B, T, V) logits are never held. y: (B, T, D); weight: (V, D); targets: (B, T). 0-dim
+    """Mean cross-entropy of softmax(W y + b) over targets other than NOT_COUNTED, 0 if there are none, 512
+    tokens at a time: the (B, T, V) logits are never held. y: (B, T, D); weight: (V, D); targets: (B, T).
+    0-dim
 
     Where torch cannot chunk by itself (before 2.13; in bfloat16 its loss has three digits), the logits are
     computed twice.
     """
     y, targets = y.flatten(0, 1), targets.flatten()
-    counted = (targets != -100).sum().clamp_min(1)
+    counted = (targets != NOT_COUNTED).sum().clamp_min(1)
     autocast = torch.is_autocast_enabled("cpu")
     low = autocast or y.dtype == torch.bfloat16
     if hasattr(nn, "LinearCrossEntropyOptions") and not low:

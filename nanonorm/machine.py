@@ -152,6 +152,12 @@ def compiler_works(device: torch.device):
 # what the machine is
 
 
+def uncompiled(compiles):
+    """The context of an evaluation: blocks that are compiled one by one, for training, run as they are there.
+    compiles: the knob `compile`. What needs none starts no compiler, which takes a second."""
+    return torch.compiler.set_stance("force_eager") if compiles == "regional" else contextlib.nullcontext()
+
+
 def flops_per_token(model) -> int:
     """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention.
     model: a model.Transformer."""

@@ -1,4 +1,4 @@
-"""README's own norm, added in a few lines and one place, does all that the others do."""
+"""The norm of docs/extending.md, added in a few lines and one place, does all that the others do."""
 
 import json
 import os
@@ -14,7 +14,10 @@ from running import TINY
 from model import NORMS, Transformer
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
-NORM = IMPORTS + re.search(r"```python\n(class MeanAbs.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+NORM = (
+    IMPORTS
+    + re.search(r"```python\n(class MeanAbs.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)[1]
+)
 RUN = """
 import runpy, sys
 import mean_abs

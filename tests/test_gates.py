@@ -28,7 +28,6 @@ from begin import begun_from
 from config import Config
 from forms import load_model
 from model import (
-    NOT_COUNTED,
     LayerNorm,
     MeanScaleTaper,
     ModelKnobs,
@@ -38,7 +37,7 @@ from model import (
     Transformer,
 )
 from nanonorm import schedules
-from nanonorm.kernels import chunked_cross_entropy
+from nanonorm.kernels import NOT_COUNTED, chunked_cross_entropy
 from nanonorm.ranks import Ranks
 from nanonorm.schedules import gate_sites
 from scripts.speed.turns import tensor_peak

@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import Config
 from forms import fold
-from model import NOT_COUNTED, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from nanonorm import kernels
 from nanonorm.errors import ModelError
+from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks
 from train import Step
 
@@ -42,7 +43,7 @@ def losses_of(variant: str, steps: int = 20) -> tuple[list[float], dict]:
 @every_variant
 def test_a_run_without_fast_paths_is_the_same_run(variant):
     fast, weights = losses_of(variant)
-    with kernels.plain():
+    with kernels.turned_off():
         plain, plain_weights = losses_of(variant)
     assert fast == pytest.approx(plain, rel=1e-9)  # 20 steps of AdamW
     assert all(scale_of_difference(weights[name], t) < 1e-6 for name, t in plain_weights.items())
@@ -62,7 +63,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(how, tied):
     wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=NOT_COUNTED)
     nothing = torch.full_like(y, NOT_COUNTED)
     forward = torch.compile(model, backend="eager") if how == "compiled" else model
-    plain = kernels.plain() if how == "plain" else nullcontext()
+    plain = kernels.turned_off() if how == "plain" else nullcontext()
     with plain, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         ours, none = forward(x, y).total, forward(x, nothing).total
     assert ours.item() == pytest.approx(wanted.item(), rel=2e-2 if how == "autocast" else 1e-5)

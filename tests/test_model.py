@@ -30,7 +30,7 @@ from model import Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Tr
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
 from nanonorm.hub import write_pretrained
-from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, plain
+from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, turned_off
 from nanonorm.scale import diagnostics
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -465,7 +465,7 @@ def test_the_mlp_under_autocast_is_as_exact_as_autograds():
         return [y.double(), *torch.autograd.grad(y.double().square().sum(), (x, *weights))]
 
     ours = grads(mlp, torch.float32)
-    with plain():
+    with turned_off():
         theirs = grads(mlp, torch.float32)
     mlp.double()
     weights[:] = mlp.parameters()

@@ -19,9 +19,9 @@ import torch
 
 from config import Config  # not found? pip install -e .
 from data.sampling import train_batch
-from model import Transformer
+from model import NORMS, Transformer
 from nanonorm.errors import one_line_errors
-from nanonorm.kernels import plain
+from nanonorm.kernels import turned_off
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.typed import Count
@@ -96,7 +96,7 @@ def variant_steps(k: Parts, width: int) -> dict:
     steps = {"baseline": make(), "baseline again": make()}
     steps |= {f"taper, {phase}": make(phase, **taper) for phase in ("norm", "blend", "scale")}
     steps |= {f"FakeLN, {phase}": make(phase, **FAKE) for phase in ("norm", "blend", "scale")}
-    return steps | {norm: make(norm=norm) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")}
+    return steps | {norm: make(norm=norm) for norm in NORMS if norm != "rmsnorm"}
 
 
 GPT2 = {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "dropout": 0.1}
@@ -131,7 +131,7 @@ def kernel_steps(k: Parts, width: int) -> dict:
     baseline = make_step(k, width)
 
     def run(*names):
-        with plain(*names):
+        with turned_off(*names):
             baseline()
 
     without = {f"without {what}": partial(run, *names) for what, names in WITHOUT.items()}

@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from config import Config
+from model import NORMS
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.typed import Count
-from scripts.studies.figures import Figures, Panel, curve
+from scripts.studies.figures import NORM_FREE, Figures, Panel, curve
 from scripts.studies.residual import residual_study
 from scripts.studies.runs import (
     AUX_WEIGHT,
@@ -40,8 +41,8 @@ from scripts.studies.stats import interval, relative, spread
 from scripts.studies.tables import markdown, write_csv
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
-OTHERS = ("baseline", "coupled", "layernorm", "cbwc", "dyt", "derf")
-WITH_STATISTIC = ("baseline", "coupled", "layernorm", "cbwc")
+OTHERS = ("baseline", *(norm for norm in NORMS if norm in PAPER_ROWS))
+WITH_STATISTIC = tuple(name for name in OTHERS if name not in NORM_FREE)
 # a knob that it does not read is one of some variants alone
 BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 

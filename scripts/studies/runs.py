@@ -12,6 +12,7 @@ from pathlib import Path
 from config import Config, added_later, free_on_resume
 from data import corpus_folder
 from forms import export_files
+from model import NORMS
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import hold_folder, json_object, read_file
 from nanonorm.knobs import Needs, facts, is_read
@@ -28,7 +29,7 @@ PAPER_ROWS = {
     "final": ("rmsnorm", "final", False),
     "all": ("rmsnorm", "all", False),
     "all_aux": ("rmsnorm", "all", True),
-    **{norm: (norm, "none", False) for norm in ("coupled", "layernorm", "cbwc", "dyt", "derf")},
+    **{norm: (norm, "none", False) for norm in NORMS if norm != "rmsnorm"},
 }
 AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a flag gives another
 
