@@ -22,10 +22,15 @@ from nanonorm import cli
 from nanonorm.files import ROOT
 from scripts import sweep
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S) for kind in ("sh", "python")}
-LINES = [line for block in BLOCKS["sh"] for line in block.replace("\\\n", "").splitlines()]
 PAGES = [ROOT / "README.md", *ROOT.glob("config/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+
+
+def blocks(kind: str, *pages: str) -> list[str]:
+    """The code blocks of a kind on some pages, without pages on all."""
+    texts = [(ROOT / page).read_text() for page in pages] or [page.read_text() for page in PAGES]
+    return [code for text in texts for code in re.findall(rf"```{kind}\n(.*?)```", text, re.S)]
+
+
 INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "hf"}  # what is no program of ours
 
 
@@ -96,16 +101,16 @@ def check_command(words: list[str]):
 
 
 def test_the_folding_example_prints_what_it_should():
-    (code,) = [block for block in BLOCKS["python"] if "fold(model" in block]
+    (code,) = [block for block in blocks("python") if "fold(model" in block]
     assert len(code.splitlines()) <= 30
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+        exec(compile(code, "docs", "exec"), {})  # noqa: S102
     assert printed.getvalue().split("\n") == ["True", "True", "0 norm tensors left", ""]
 
 
 def test_the_ablation_example_is_a_config_file(tmp_path):
-    (code,) = [block for block in BLOCKS["python"] if "from config." in block]
+    (code,) = [block for block in blocks("python") if "from config." in block]
     (tmp_path / "ablation.py").write_text(code)
     config, _, _ = cli.parse(Config, [str(tmp_path / "ablation.py")], files=True)
     config.resolve()
@@ -143,11 +148,10 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place
         check_command(words)
 
 
-def commands_of(section: str, **instead) -> list[list[str]]:
-    """The words of a section's commands, but for pip's, with some of their text replaced."""
-    (text,) = re.findall(rf"## {section}\n(.*?)\n## ", README, re.S)
-    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S)).replace("\\\n", "")
-    found = [shlex.split(line.split("#")[0]) for line in blocks.splitlines()]
+def commands_of(page: str, **instead) -> list[list[str]]:
+    """The words of a page's commands, but for pip's, with some of their text replaced."""
+    code = "".join(blocks("sh", page)).replace("\\\n", "")
+    found = [shlex.split(line.split("#")[0]) for line in code.splitlines()]
     for old, new in instead.items():
         found = [[re.sub(rf"(^|=){old}\b(?!-)", rf"\g<1>{new}", word) for word in words] for words in found]
     return [words for words in found if words[0] != "pip"]
@@ -179,7 +183,7 @@ def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
         "sample.py": ["--max_new_tokens=4"],
         "bench.py": ["--iters=2", "--warmup=0", "--seq=8"],
     }
-    for words in commands_of("Take a pretrained model", **instead):
+    for words in commands_of("docs/pretrained.md", **instead):
         name = Path(words[1]).name
         said = run_as_written(words, *smaller[name])
         ran.append(name)
@@ -196,12 +200,12 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
         train(*flags(tmp_path / name, corpus, **few))
     ran = []
     instead = {f"out/{name}": tmp_path / name for name in ("demo", "all")}
-    for words in commands_of("Use it elsewhere", **instead):
+    for words in commands_of("docs/export.md", **instead):
         words = [re.sub(r"^--out=out/", f"--out={tmp_path}/", word) for word in words]
         smaller = {"bench.py": ["--iters=2", "--warmup=0", "--seq=8"], "scripts/harness/run.py": ["--local"]}
         run_as_written(words, *smaller.get(words[1], []))
         ran.append(words[1])
-    (lens,) = [block for block in BLOCKS["python"] if "load_lens" in block]
+    (lens,) = [block for block in blocks("python") if "load_lens" in block]
     here = {**os.environ, "PYTHONPATH": "."}  # the export's folder and what is installed, nothing of ours
     command, cwd = [sys.executable, "-c", lens], tmp_path / "all-lens"
     done = subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True)
@@ -209,12 +213,17 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
     assert ran.count("scripts/convert.py") == 5 and {"bench.py", "scripts/harness/run.py"} <= set(ran)
 
 
-def test_nothing_is_left_to_fill_in():
-    prose = re.sub(r"`[A-Z_]+`", "", README)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_is_whole(page):
+    """Nothing is left to fill in, and what it links to or names is there. It can be read to the end."""
+    text = page.read_text()
+    prose = re.sub(r"`[A-Z_]+`", "", re.sub(r"```.*?```", "", text, flags=re.S))
     assert not re.search(r"\b(TODO|TBD|FIXME|[A-Z]+_[A-Z_]+)\b", prose)
-    for path in re.findall(r"`([\w/]+\.(?:py|md))`|\]\(([\w./]+)\)", README):
-        name = path[0] or path[1]
-        assert (ROOT / name).exists() or (ROOT / "results" / name).exists(), name
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for name in re.findall(r"`([\w/]+/[\w/]+\.(?:py|md|toml))`", text):
+        assert (ROOT / name).exists(), name
+    assert len(text.splitlines()) <= (200 if page.name == "README.md" and page.parent == ROOT else 250)
 
 
 def test_what_to_touch_is_there():
@@ -253,7 +262,8 @@ def test_the_demo(tmp_path):
     """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three
     phases, a table."""
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
-    (command,) = [line for line in LINES if "config/demo.py" in line and "&&" in line]
+    lines = "".join(blocks("sh", "README.md")).splitlines()
+    (command,) = [line for line in lines if "config/demo.py" in line and "&&" in line]
     began, said = time.perf_counter(), tmp_path / "said"
     with said.open("w") as f:
         demo, clone = command.split("&&", 1)[1], tmp_path / "clone"
