@@ -1,4 +1,4 @@
-"""What README.md, config/README.md and docs/ tell a reader to type."""
+"""What README.md, the other pages beside it, config/README.md and docs/ tell a reader to type."""
 
 import contextlib
 import io
@@ -22,7 +22,12 @@ from nanonorm import cli
 from nanonorm.files import ROOT
 from scripts import sweep
 
-PAGES = [ROOT / "README.md", *ROOT.glob("config/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "results/README.md",
+    *ROOT.glob("config/*.md"),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
 
 def blocks(kind: str, *pages: str) -> list[str]:
