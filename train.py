@@ -31,7 +31,7 @@ from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from forms import export_files, proved
 from model import Block, Transformer
-from nanonorm.adapters import learning
+from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, uncompiled, widest_float
@@ -173,6 +173,7 @@ class Step:
             self.optimizer.found_inf = (self.bad_step < self.cfg.max_iters).float()
         if self.fused or self.bad_step.item() == self.cfg.max_iters:  # the unfused one cannot skip by itself
             self.optimizer.step()
+        take_norms(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return losses.stream, norms
 

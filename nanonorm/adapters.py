@@ -39,6 +39,8 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
     """
     try:
         import peft
+
+        from nanonorm.dora import Dora
     except ImportError:
         raise BadInput("adapters need peft: pip install peft") from None
     linears = {n: m for n, m in network.blocks[0].named_modules() if isinstance(m, nn.Linear)}
@@ -72,9 +74,25 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
             if ADAPTER in f".{name}":  # peft makes them in the type of the weights
                 p.data = upcast(p.data)
                 p.requires_grad_()
-        for magnitude in layer.lora_magnitude_vector.values():
-            norms = torch.linalg.vector_norm(upcast(layer.weight), dim=1)
-            magnitude.weight.data.copy_(norms)
+        for name, magnitude in layer.lora_magnitude_vector.items():
+            layer.lora_variant[name] = Dora
+            magnitude.register_buffer("norms", magnitude.weight.detach().clone(), persistent=False)
+            take_norms(layer)
+            magnitude.weight.data.copy_(magnitude.norms)
+
+
+@torch.no_grad()
+def take_norms(network: nn.Module):
+    """Compute anew what DoRA divides by: |W + s B A| of each row (out), in the adapters' type. To be called
+    after every change of adapters or weights, so once a step: it costs what W costs on as many tokens as the
+    rank. (|W|^2 + 2 s W A' B + |s B A|^2 would save nothing, W A' being as large as B A, and could cancel.)
+    """
+    for layer in adapted(network).values():
+        for name, magnitude in layer.lora_magnitude_vector.items():
+            A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
+            rows = layer.get_base_layer().weight.to(B.dtype, copy=True)  # (out, in)
+            rows.addmm_(B, A, alpha=layer.scaling[name])  # in place: autocast narrows no such product
+            magnitude.norms.copy_(torch.linalg.vector_norm(rows, dim=1))
 
 
 @torch.no_grad()
@@ -86,6 +104,7 @@ def load_adapters(network: nn.Module, tensors, path):
     check_state(tensors, own, path)
     for name, p in own.items():
         p.copy_(tensors[name])
+    take_norms(network)
 
 
 @torch.no_grad()
@@ -99,6 +118,7 @@ def merge(network: nn.Module) -> float:
     worst, rng = 0.0, torch.Generator().manual_seed(0)
     for name, layer in adapted(network).items():
         exact, base = copy.deepcopy(layer).cpu().double().eval(), layer.get_base_layer()
+        take_norms(exact)
         x = torch.randn(PROOF_TOKENS, exact.in_features, generator=rng, dtype=torch.float64)
         before = exact(x)
         exact.merge()

@@ -1,5 +1,6 @@
 """A student that learns from a teacher: the loss in pieces, adapters, and runs of train.py with both."""
 
+import copy
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from conftest import batch, refuses, scale_of_difference, state_of, tiny, tokens
 from running import assert_same, final, launch, metrics, refused, train
 from test_memory import PROGRAM, ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
 from begin import untapered
 from config import Config
@@ -59,6 +61,7 @@ def shake(model: Distilled):
     with torch.no_grad():
         for p in adapters.learning(model.student).values():
             p.add_(0.1 * torch.randn(p.shape, generator=rng, dtype=torch.float64))
+    adapters.take_norms(model.student)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -209,6 +212,7 @@ def test_folding_before_merging_would_be_another_network():
         before = layer(x * gain)
         layer.get_base_layer().weight.data = layer.get_base_layer().weight.data * gain
         layer.lora_A["default"].weight.mul_(gain)
+        adapters.take_norms(layer)
         assert scale_of_difference(layer(x), before) > 1e-2
 
 
@@ -245,6 +249,139 @@ def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
         for layer in (block.attn.qkv, block.attn.proj, block.mlp.gate_up, block.mlp.down):
             magnitude = layer.lora_magnitude_vector["default"].weight
             torch.testing.assert_close(magnitude, layer.weight.float().norm(dim=1), rtol=1e-6, atol=0)
+            x = torch.randn(5, layer.in_features)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(layer(x), layer.get_base_layer()(x))
+
+
+def norms_of(network) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in network.named_buffers() if name.endswith(".norms")}
+
+
+def by_peft(network):
+    """The network with peft's own forward pass of a DoRA."""
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    network = copy.deepcopy(network)
+    for layer in adapters.adapted(network).values():
+        layer.lora_variant["default"] = DoraLinearVariant
+    return network
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dora_is_pefts_with_its_gradient(biased, dropout):
+    """In float64 to 1e-12: values, gradients, the merged weights. Of a LayerNorm network with biases too."""
+    model = pair()[0] if not biased else Distilled(tiny("layernorm", bias=True), tiny("layernorm"), {})
+    if biased:
+        adapters.put_on(model.student, "dora", 4, 8.0)
+        assert model.student.blocks[0].mlp.down.bias is not None
+    shake(model)
+    if dropout:
+        for layer in adapters.adapted(model.student).values():
+            layer.lora_dropout["default"] = torch.nn.Dropout(0.3)
+    found = []
+    for network in (model.student, by_peft(model.student)):
+        torch.manual_seed(0)
+        y = network.stream(tokens(2, 16))
+        y.pow(2).sum().backward()
+        found.append([y, *(p.grad for p in adapters.learning(network).values())])
+    for ours, theirs in zip(*found, strict=True):
+        assert scale_of_difference(ours, theirs) < 1e-12
+    for layer, other in zip(*(adapters.adapted(n).values() for n in (model.student, network)), strict=True):
+        other.merge()
+        assert scale_of_difference(merged_weight(layer), other.get_base_layer().weight) < 1e-12
+
+
+def merged_weight(layer):
+    """What a layer multiplies by, read off its outputs."""
+    bias = layer.get_base_layer().bias
+    with torch.no_grad():
+        y = layer.eval()(torch.eye(layer.in_features, dtype=torch.float64))
+        return (y if bias is None else y - bias).T
+
+
+def test_doras_norms_in_low_precision():
+    """Before a step those of W, to the bit; later to float32's rounding, also under autocast, of a bfloat16
+    W, and of a row that B A all but cancels, where terms apart would leave nothing right."""
+    model, _ = pair(dtype=torch.bfloat16)
+    layer = model.student.blocks[1].mlp.down
+    W, norms = layer.weight, layer.lora_magnitude_vector["default"].norms
+    assert torch.equal(norms, torch.linalg.vector_norm(W.float(), dim=1)) and norms.dtype == torch.float32
+    shake(model)
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    with torch.no_grad():
+        B[3] = 0
+        B[3, 0], A[0] = -0.5, W[3].float()  # alpha/rank is 2: row 3 becomes 0
+        A[0] *= 1 + 2**-12
+    with torch.autocast("cpu", torch.bfloat16):
+        adapters.take_norms(model.student)
+    exact = torch.linalg.vector_norm(W.double() + 2 * B.double() @ A.double(), dim=1)
+    torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
+    assert norms[3] < 1e-3 * W[3].norm()
+
+
+def test_a_step_leaves_the_norms_of_what_it_made():
+    """Training's, and reading a file; a run that forgot would go on with other norms than it exports."""
+    model, _ = pair()
+    step = taught_step(model.student, model)
+    step.at(1)
+    before = {name: t.clone() for name, t in norms_of(model.student).items()}
+    x, y = batch()
+    step(x[None], y[None])
+    file = {name: p.detach().clone() for name, p in step.learns.items()}
+    after = {name: t.clone() for name, t in norms_of(model.student).items()}
+    adapters.take_norms(model.student)
+    assert len(after) == 12 and all(
+        torch.equal(t, after[name]) for name, t in norms_of(model.student).items()
+    )
+    assert not any(torch.equal(t, after[name]) for name, t in before.items())
+    resumed, _ = pair()
+    adapters.load_adapters(resumed.student, file, "file")
+    assert all(torch.equal(t, after[name]) for name, t in norms_of(resumed.student).items())
+
+
+def test_a_dora_costs_what_a_lora_costs():
+    """The same count of products, forward and backward; with peft's own forward pass it is more."""
+    cost = {}
+    for kind in ("lora", "dora", "peft"):
+        model, _ = pair(kind="lora" if kind == "lora" else "dora", rank=8)
+        student = by_peft(model.student) if kind == "peft" else model.student
+        with FlopCounterMode(display=False) as counter:
+            student.stream(tokens(2, 16)).sum().backward()
+        cost[kind] = counter.get_total_flops()
+    assert cost["dora"] == cost["lora"] < cost["peft"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_doras_forward_pass_is_one_graph(dtype):
+    """And its norms no constants of it."""
+    model, _ = pair(dtype=dtype)
+    layer = model.student.blocks[1].attn.qkv
+    x = torch.randn(3, 24, dtype=layer.lora_A["default"].weight.dtype)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        shake(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            assert scale_of_difference(compiled(x), layer(x)) < 1e-12
+
+
+def test_pefts_file_goes_both_ways():
+    """What peft writes of ours it reads into a network of its own, and what it writes of that we read."""
+    peft = pytest.importorskip("peft")
+    model, _ = pair()
+    shake(model)
+    ours, idx = model.student.blocks, tokens(2, 16)
+    file = peft.get_peft_model_state_dict(ours)
+    assert not any("norms" in name for name in (*file, *model.student.state_dict()))
+    theirs = student_of(model.teacher)
+    peft.inject_adapter_in_model(ours.peft_config["default"], theirs.blocks)
+    assert not peft.set_peft_model_state_dict(theirs.blocks, file).unexpected_keys
+    assert scale_of_difference(theirs.stream(idx), model.student.stream(idx)) < 1e-12
+    back, _ = pair()
+    peft.set_peft_model_state_dict(back.student.blocks, peft.get_peft_model_state_dict(theirs.blocks))
+    adapters.take_norms(back.student)
+    assert torch.equal(back.student.stream(idx), model.student.stream(idx))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -271,6 +408,7 @@ def test_training_moves_the_student_alone(family):
         kl.append(losses.kl.item())
         losses.total.backward()
         optimizer.step()
+        adapters.take_norms(model.student)
         optimizer.zero_grad()
     assert kl[-1] < 0.7 * kl[0]
     with torch.no_grad():
