@@ -32,13 +32,13 @@ from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
 from model import NORMS, KVCache, ModelConfig, ModelKnobs, Transformer, attend
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import atomic_write
+from nanonorm.files import write_json
 from nanonorm.knobs import Needs, facts, is_read, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_bars, draw_speedups, pyplot
 from nanonorm.run import EXPORTS, open_model
-from nanonorm.timing import OnnxStep, count_work, in_runtime, time_rounds
+from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
 
 # name -> (norm, taper, form)
@@ -98,14 +98,20 @@ def random_model(config: ModelConfig, device) -> Transformer:
         if p.dim() == 1:  # a gain of 1 or a shift of 0 would hide a wrong fold
             nn.init.normal_(p, std=0.1) if name.endswith("bias") else nn.init.uniform_(p, 0.5, 1.5)
     if model.taper_norms():
-        idx = torch.randint(config.vocab_size, (4, min(64, config.block_size)), device=device)
-        model.train()(idx, last_only=True)
-        model.update_statistics()
-        model.calibrate()
-        for norm in model.taper_norms().values():
-            norm.c *= 0.1  # nothing trained this network to hold its scale: at gate 0 it would overflow
-        model.set_phase("scale")
+        taper_untrained(
+            model, torch.randint(config.vocab_size, (4, min(64, config.block_size)), device=device)
+        )
     return model.eval()
+
+
+def taper_untrained(model: Transformer, idx):
+    """Calibrate a network's tapers on ids (B, T), and take the gate to 0, in place."""
+    model.train()(idx, last_only=True)
+    model.update_statistics()
+    model.calibrate()
+    for norm in model.taper_norms().values():
+        norm.c *= 0.1  # nothing trained this network to hold its scale: at gate 0 it would overflow
+    model.set_phase("scale")
 
 
 def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
@@ -295,7 +301,7 @@ def measure(models: dict, k: Bench, runtime: str, batch: int, seq: int, device, 
     row, base, tokens = [], times[next(iter(models))], batch * (seq if k.mode == "prefill" else 1)
     for name, t in times.items():
         ms, ms_q1, ms_q3 = np.percentile(t, (50, 25, 75)).tolist()
-        speedup, speedup_q1, speedup_q3 = np.percentile(base / t, (50, 25, 75)).tolist()
+        speedup, speedup_q1, speedup_q3 = ratio(base, t)
         above_floor_ms = float(np.median(t - times[FLOOR]))
         row.append(dict(variant=name, runtime=runtime, batch=batch, seq=seq, tok_s=tokens / ms * 1e3,
                         ms=ms, ms_q1=ms_q1, ms_q3=ms_q3, speedup=speedup, speedup_q1=speedup_q1,
@@ -446,8 +452,7 @@ def main(argv: list[str]):
                   torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
                   work=unit, differences=differences, rows=figures)  # fmt: skip
     if k.out:
-        with atomic_write(k.out, "w") as f:
-            f.write(json.dumps(report) + "\n")
+        write_json(k.out, report)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.figure:
         draw_bars(k.figure, figures, FLOOR, title)

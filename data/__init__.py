@@ -10,7 +10,6 @@ follows. Memory holds one batch of a stream at a time, and the sample that a tok
 import hashlib
 import heapq
 import itertools
-import json
 import random
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from data.tokenizer import (
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object
+from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count, OneLine, Range, Record, Whole, why
 
@@ -280,8 +279,7 @@ def prepare(
         dtype=dtype,
         source=source,
     ).model_dump()
-    with atomic_write(meta_file, "w") as f:
-        f.write(json.dumps(manifest, indent=2) + "\n")
+    write_json(meta_file, manifest, indent=2)
     print(f"wrote train.bin, val.bin, {model_name} and meta.json to {out_dir}", flush=True)
     return manifest
 

@@ -21,7 +21,6 @@ A local text (documents that a line <|endoftext|> follows) is one stream, not cu
 
 import io
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +35,9 @@ from data.hub import HubSet
 from data.local import check_files, documents
 from data.openwebtext.prepare import HUB_NAME, split_of, texts
 from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from nanonorm.cli import parse
+from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write, hold_folder
+from nanonorm.files import ROOT, atomic_write, hold_folder, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
 
@@ -161,14 +160,11 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
         dtype=dtype,
         **more,
     ).model_dump(exclude_none=True)
-    with atomic_write(folder / "meta.json", "w") as f:
-        f.write(json.dumps(meta, indent=2) + "\n")
+    write_json(folder / "meta.json", meta, indent=2)
 
 
 def main():
-    knobs, explicit, words = parse(Knobs, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, explicit = parse_flags(Knobs, usage=__doc__)
     if (knobs.set is None) == (knobs.text is None):
         raise BadInput(f"give either --set, one of {', '.join(SETS)}, or --text=FILE")
     reads = {None: set(), "openwebtext": {"corpus", "block_size"}}.get(knobs.set, {"block_size", "records"})

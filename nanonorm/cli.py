@@ -54,6 +54,14 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
     return config, explicit, words
 
 
+def parse_flags(cls, usage: str = ""):
+    """(instance of cls, names set explicitly) of a command that takes flags alone. Raises: BadInput."""
+    config, explicit, words = parse(cls, sys.argv[1:], usage=usage)
+    if words:
+        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value, and --help lists them")
+    return config, explicit
+
+
 def set_knob(config, name: str, value, where: str, text: bool = False):
     """Set one knob, from a value or from a flag's text.
 

@@ -135,6 +135,15 @@ def hold_folder(path: str | Path):
         os.close(handle)  # a process that dies lets go as well
 
 
+def is_held(path: str | Path) -> bool:
+    """Whether a process is at work in a folder that is there."""
+    try:
+        with hold_folder(path):
+            return False
+    except BadInput:
+        return True
+
+
 def still_held(folder: Path):
     """Refuse a held folder that was removed and made again: another process may use it. Raises: BadInput."""
     if folder in HELD and not os.path.samestat(os.fstat(HELD[folder]), os.stat(folder)):
@@ -148,6 +157,12 @@ def write_file(payload: dict, path: Path, kept: Path | None = None):
 
     with atomic_write(path, kept=kept) as f:
         torch.save(payload, f)
+
+
+def write_json(path: str | Path, value, indent: int | None = None):
+    """Raises: BadInput."""
+    with atomic_write(path, "w") as f:
+        f.write(json.dumps(value, indent=indent) + "\n")
 
 
 def json_object(text: str | bytes) -> dict:

@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from pydantic import Field, ValidationError
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write, json_object, writing
 from nanonorm.typed import Record, why
+
+POSITIVE = ("taper/c.", "val/loss", "val/bpb", "s/target")  # metrics that are above zero
+SOMETIMES = ("val/", "train/spike", "grad/")  # that not every line has
 
 
 class BadLog(BadInput):
@@ -122,6 +126,61 @@ def read_log(path: Path) -> Log:
         raise BadLog(f"{path} has no whole line")
     cut = isinstance(last, str) and not content.endswith(b"\n")
     return Log(found[0], found[1:], cut)
+
+
+def is_number(value) -> bool:
+    """Whether a value from JSON is a number that can be drawn and averaged."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def check_whole(path: Path, log: Log, end: int):
+    """Refuse a log that is not in order, finite and whole up to step `end`. Raises: BadLog."""
+    if log.cut:
+        raise BadLog(f"half-written: the last line of {path.name} was cut")
+    before = 0
+    for number, line in enumerate(log.lines, 2):
+        step = line.get("iter", 0)
+        if step <= before:
+            raise BadLog(f"{path.name}:{number} is damaged (its iter does not follow {before})")
+        before = step
+        for name, value in line.items():
+            if value is None:  # what train.py writes for nan
+                # at gate 0 in mid-taper the network is one that nobody has trained yet
+                if name not in ("val/loss", "val/bpb") or step == end:
+                    raise BadLog(f"{name} is not finite at step {step}")
+            elif not is_number(value) or (name.startswith(POSITIVE) and value <= 0):
+                raise BadLog(f"{path.name}:{number} is damaged ({name} has an impossible value)")
+    if before < end:
+        raise BadLog(f"unfinished: {before} of {end} steps")
+    logged = {line["iter"]: line for line in log.lines if "train/loss" in line}
+    due = logged_steps(log.header, end)
+    for step in sorted(set(logged) ^ set(due)):
+        fault = "missing" if step in due else "unexpected"
+        raise BadLog(f"the log line of step {step} is {fault}")
+    always = [name for name in logged[due[0]] if not name.startswith(SOMETIMES)]
+    for step in due:
+        for name in [*always, "val/loss", "val/bpb"] if step == end else always:
+            if name not in logged[step]:
+                raise BadLog(f"the log line of step {step} has no {name}")
+
+
+def tail(path: str | Path) -> list[str]:
+    """The last lines of a file; none if it cannot be read."""
+    with suppress(OSError), open(path, "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - (1 << 16)))
+        return f.read().decode(errors="replace").split("\n")
+    return []
+
+
+def last_line(path: Path) -> dict:
+    """The last whole line of a log that a run may be writing; {} if there is none."""
+    for text in reversed(tail(path)):
+        with suppress(ValueError):
+            line = json_object(text)
+            if type(line.get("iter", 0)) is int:
+                return line
+    return {}
 
 
 def lines_until(path: Path, step: int) -> list[dict]:

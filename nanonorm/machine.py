@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import math
 import platform
 import re
@@ -109,6 +110,13 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks, too, come from the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+def release_garbage():
+    """Collect garbage and, under glibc, return freed memory: what building left behind is not a step's."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # as above
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Replayed:

@@ -11,10 +11,16 @@ from nanonorm.files import atomic_write
 
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito: everyone tells them apart
 GREY = "#999999"
+STYLE = {
+    "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3,
+    "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.3, "legend.frameon": False,
+    "savefig.dpi": 200,
+}  # fmt: skip
 
 
 def pyplot():
-    """matplotlib's pyplot, drawing to files alone. Raises: BadInput if matplotlib is not installed."""
+    """matplotlib's pyplot, in the one style of all figures, drawing to files alone. Raises: BadInput if
+    matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -22,6 +28,7 @@ def pyplot():
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
+    matplotlib.rcParams.update(STYLE)
     return matplotlib.pyplot
 
 
@@ -45,10 +52,10 @@ def draw_bars(path: str, rows: list[dict], floor: str, title: str):
             places = np.arange(len(bars)) + (i + 0.5) * width - 0.425
             panel.bar(places, tok_s, width, yerr=reach, edgecolor="white", linewidth=0.5, **own)
         panel.set_xticks(range(len(bars)), [f"{r['batch']} x {r['seq']}" for r in bars])
-        panel.set_title(runtime, loc="left", fontsize=10)
+        panel.set_title(runtime, loc="left")
         panel.set_ylabel("tok/s")
         panel.yaxis.set_major_formatter("{x:,.0f}")
-        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(visible=False, axis="x")
     panels[-1, 0].set_xlabel("batch x seq")
     finish(figure, panels[0, 0], title, path)
 
@@ -76,9 +83,7 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
             panel.set_xscale("log", base=2)
             panel.set_xticks(batches, map(str, batches))
             panel.minorticks_off()
-            panel.set_title(what, loc="left", fontsize=10)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(alpha=0.3)
+            panel.set_title(what, loc="left")
         near.set_ylabel(f"speedup over {names[0]},\nmedian and quartiles")
     for panel in panels[-1]:
         panel.set_xlabel("batch size")
@@ -89,6 +94,6 @@ def finish(figure, legend_from, title: str, path: str):
     """A title, one legend below, and the file."""
     figure.suptitle(title, fontsize=9)
     handles = legend_from.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(*handles, loc="outside lower center", ncols=5)
     with atomic_write(path) as f:
-        figure.savefig(f, dpi=200, format="png")
+        figure.savefig(f, format="png")

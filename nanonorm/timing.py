@@ -1,6 +1,8 @@
-"""How a step is called in a runtime, how long it takes beside others, and how much work it launches."""
+"""How a step is called in a runtime, how long it takes beside others, how much work it launches, what it
+holds."""
 
 import gc
+import multiprocessing
 import random
 import tempfile
 import time
@@ -8,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanonorm import onnx
+from nanonorm.errors import BadInput
+
+TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches and sleeping threads
 
 
 def captured(reset, step):
@@ -133,3 +139,73 @@ def time_rounds(steps: dict, warmup: int, iters: int, device, rng: random.Random
     finally:
         gc.enable()
     return {name: np.array(t[warmup:]) for name, t in times.items()}
+
+
+def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, float, float]:
+    """Median and quartiles of one's times over another's, round by round."""
+    low, middle, high = np.percentile(over / under, (25, 50, 75)).tolist()
+    return middle, low, high
+
+
+def serve(pipe, work, args):
+    """A contestant's process: send what `work` yields, one value a turn, until told to stop."""
+    for value in work(*args):
+        pipe.send(value)
+        if not pipe.recv():
+            break
+
+
+def hear(pipe, name: str):
+    """The next value from a contestant. Raises: BadInput if it has died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise BadInput(f"{name} crashed; see its traceback above") from None
+
+
+def take_turns(contestants: dict[str, tuple], rounds: int, seed: int) -> dict[str, list]:
+    """What each contestant said: first when it was ready, then in each of the rounds, which have the
+    contestants in a fresh random order.
+
+    contestants: {name: (generator function, its arguments...)}, importable from a module; it yields once when
+    it is ready and once for each turn, and only one is at work at a time. Each has a process of its own, with
+    its allocator settings, threads and peak memory. Raises: BadInput if one dies; its traceback is on stderr.
+    """
+    context, order = multiprocessing.get_context("spawn"), random.Random(seed)
+    pipes, processes, said = {}, [], {}
+    try:
+        for name, (work, *args) in contestants.items():
+            pipes[name], far = context.Pipe()
+            processes.append(context.Process(target=serve, args=(far, work, args), daemon=True))
+            processes[-1].start()
+            far.close()
+            said[name] = [hear(pipes[name], name)]
+        for _ in range(rounds):
+            for name in order.sample(list(contestants), len(contestants)):
+                pipes[name].send(True)
+                said[name].append(hear(pipes[name], name))
+        for pipe, process in zip(pipes.values(), processes, strict=True):
+            pipe.send(False)
+            process.join(20)
+    finally:
+        for process in processes:
+            process.kill()
+    return said
+
+
+def timed_turns(step):
+    """Yield the median ms of `step` in each turn, for ever."""
+    while True:
+        times = []
+        while sum(times) < TURN_MS:
+            times.append(milliseconds(step, torch.device("cpu")))
+        yield float(np.median(times))
+
+
+def tensor_peak(step) -> int:
+    """Bytes that the tensors made by `step` hold at most at once, as torch's CPU allocator counts them."""
+    with profile(profile_memory=True) as recorded:
+        step()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return int(np.cumsum([0, *sizes]).max())

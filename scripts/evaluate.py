@@ -34,14 +34,15 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import HeldOut, open_held_out, refuse_other_tokens  # not found? pip install -e .
+from bench import hardware
+from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write
+from nanonorm.files import write_json
 from nanonorm.kernels import upcast
 from nanonorm.log import say
-from nanonorm.machine import pick_device, processor
+from nanonorm.machine import pick_device
 from nanonorm.typed import Count, Positive
 from scripts.exports.networks import Network, open_network
 from scripts.studies import calibration
@@ -97,7 +98,7 @@ class Text:
 
 def open_text(name: str) -> Text:
     """The text in a folder, or in one of that name under data/. Raises: BadInput."""
-    folder = Path(name) if Path(name).exists() else ROOT / "data" / name
+    folder = corpus_folder(name)
     return Text(name, folder, *open_held_out(folder))
 
 
@@ -288,7 +289,7 @@ def main(argv: list[str]):
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
     networks = checked(names, texts)
     T = common_block_size(k, networks, texts)
-    machine = processor(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    machine = hardware(device)
     print(f"machine  {machine}; torch {torch.__version__}; {k.dtype}")
     for text in texts:
         n = len(text.blocks(T, k.blocks))
@@ -310,8 +311,7 @@ def main(argv: list[str]):
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}
     if k.out:
-        with atomic_write(k.out, "w") as f:
-            f.write(json.dumps(report) + "\n")
+        write_json(k.out, report)
     print(json.dumps(report))
     if k.within and not any(row["paper"] for row in rows):
         raise BadInput("--within: the paper has no figure of these networks on these texts")

@@ -33,7 +33,6 @@ its sweep, or the next step, from going on; any other step that fails ends the s
 
 import glob
 import itertools
-import json
 import os
 import re
 import shlex
@@ -47,7 +46,7 @@ from pathlib import Path
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write, json_object
+from nanonorm.files import ROOT, atomic_write, json_object, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
 from scripts import sweep
@@ -257,8 +256,7 @@ class Study:
         self.write_record()
 
     def write_record(self):
-        with atomic_write(self.path, "w") as f:
-            f.write(json.dumps(self.record, indent=1) + "\n")
+        write_json(self.path, self.record, indent=1)
 
 
 def matches(word: str) -> list[str]:

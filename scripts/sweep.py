@@ -38,6 +38,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, one_line_errors
 from nanonorm.files import ROOT, hold_folder
 from nanonorm.knobs import is_read
+from nanonorm.log import tail
 from nanonorm.run import given_weights
 from nanonorm.typed import Count
 from scripts.studies.runs import (
@@ -48,7 +49,6 @@ from scripts.studies.runs import (
     identity,
     look,
     recorded_settings,
-    tail,
 )  # fmt: skip
 
 POLL_S = 0.5  # between looks at the runs

@@ -40,7 +40,7 @@ from nanonorm import schedules
 from nanonorm.kernels import NOT_COUNTED, chunked_cross_entropy
 from nanonorm.ranks import Ranks
 from nanonorm.schedules import gate_sites
-from scripts.speed.turns import tensor_peak
+from nanonorm.timing import tensor_peak
 from train import Step
 
 FAKE = "layernorm-all-fake"

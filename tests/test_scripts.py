@@ -13,8 +13,8 @@ from conftest import batch, state_of, tiny
 
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
+from nanonorm.timing import take_turns, tensor_peak
 from scripts.speed.parts import training_step
-from scripts.speed.turns import take_turns, tensor_peak
 
 
 def test_parts_prints_its_tables(monkeypatch, capsys):
@@ -72,7 +72,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
         ("--out=no/folder.json", "does not exist"),
-        ("x", "takes flags only"),
+        ("x", "unexpected word"),
         ("--block_size=64", "lower --seq"),
         ("--who=folded", "nobody in mode=train"),
     ],

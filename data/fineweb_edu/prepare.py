@@ -19,7 +19,7 @@ from data import prepare
 from data.hub import HubSet
 from data.local import check_splits, documents
 from data.tokenizer import open_tokenizer
-from nanonorm.cli import parse
+from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import hold_folder
 from nanonorm.typed import Count
@@ -45,9 +45,7 @@ def texts(hub: HubSet, first: int, last: int | None):
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, _ = parse_flags(Knobs, usage=__doc__)
     check_splits(knobs.text, knobs.val_text)
     n_val, n = knobs.val_documents, knobs.documents
     if n is not None and n <= n_val:

@@ -20,7 +20,7 @@ from data import prepare
 from data.hub import HubSet
 from data.local import check_splits, documents
 from data.tokenizer import Tokenizer, TokenizerJson, open_tokenizer, render
-from nanonorm.cli import parse
+from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import hold_folder
 from nanonorm.typed import Count
@@ -80,9 +80,7 @@ def conversations(rows, tokenizer: Tokenizer, first: int, last: int):
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, _ = parse_flags(Knobs, usage=__doc__)
     if knobs.tokenizer is None:
         raise BadInput("name the checkpoint whose tokens are wanted: --tokenizer=PATH or a hub id")
     check_splits(knobs.text, knobs.val_text)

@@ -23,8 +23,8 @@ from data import prepare
 from data.hub import HubSet
 from data.local import check_splits, documents
 from data.tokenizer import open_tokenizer
-from nanonorm.cli import parse
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.cli import parse_flags
+from nanonorm.errors import one_line_errors
 from nanonorm.files import hold_folder
 from nanonorm.log import say
 
@@ -66,9 +66,7 @@ def texts(rows):
 
 
 def main():
-    knobs, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, _ = parse_flags(Knobs, usage=__doc__)
     check_splits(knobs.text, knobs.val_text)
     if knobs.text is None:
         hub = HubSet(knobs.hub, "give local files with --text=... --val_text=...", knobs.revision)

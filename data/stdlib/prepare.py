@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import chosen_tokenizer, prepare
 from data.tokenizer import check_vocab_size
-from nanonorm.cli import parse
+from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import hold_folder
 from nanonorm.typed import Count
@@ -63,11 +63,7 @@ def read_files(root: Path, paths: list[str]):
 
 
 def main():
-    knobs, explicit, words = parse(
-        Knobs, sys.argv[1:], usage="python data/stdlib/prepare.py [--key=value ...]"
-    )
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, explicit = parse_flags(Knobs, usage="python data/stdlib/prepare.py [--key=value ...]")
     check_vocab_size(knobs.vocab_size)
     tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)
     root = Path(sysconfig.get_path("stdlib"))

@@ -18,8 +18,8 @@ from data import chosen_tokenizer, prepare
 from data.hub import HubSet
 from data.local import check_splits, documents
 from data.tokenizer import check_vocab_size
-from nanonorm.cli import parse
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.cli import parse_flags
+from nanonorm.errors import one_line_errors
 from nanonorm.files import hold_folder
 from nanonorm.typed import Count
 
@@ -48,11 +48,7 @@ def download(hub: HubSet, out_dir: Path) -> tuple[Path, Path]:
 
 
 def main():
-    knobs, explicit, words = parse(
-        Knobs, sys.argv[1:], usage="python data/tinystories/prepare.py [--key=value ...]"
-    )
-    if words:
-        raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value")
+    knobs, explicit = parse_flags(Knobs, usage="python data/tinystories/prepare.py [--key=value ...]")
     check_vocab_size(knobs.vocab_size)
     check_splits(knobs.text, knobs.val_text)
     tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)

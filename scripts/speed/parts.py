@@ -20,12 +20,13 @@ import torch
 from config import Config  # not found? pip install -e .
 from data.sampling import train_batch
 from model import NORMS, Transformer
+from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.kernels import turned_off
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.typed import Count
-from scripts.speed.turns import Shape, read_flags, table
+from scripts.speed.tables import Shape, table
 from train import Step
 
 
@@ -139,7 +140,7 @@ def kernel_steps(k: Parts, width: int) -> dict:
 
 
 def main():
-    k = read_flags(Parts, __doc__)
+    k, _ = parse_flags(Parts, __doc__)
     keep_freed_memory()
     # dynamo counts the variants as recompilations of one forward, and would give up after 8
     torch._dynamo.config.recompile_limit = 64

@@ -31,26 +31,18 @@ import numpy as np
 import torch
 
 from begin import begun_from  # not found? pip install -e .
-from bench import hardware
+from bench import hardware, taper_untrained
 from forms import FOLD_TOLERANCE, fold, from_file
 from model import Transformer
+from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.machine import keep_freed_memory
+from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
+from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
-from scripts.speed.turns import (
-    Shape,
-    finish,
-    in_words,
-    ratio,
-    read_flags,
-    release_garbage,
-    take_turns,
-    tensor_peak,
-    timed_turns,
-)
+from scripts.speed.tables import Shape, finish, in_words
 from scripts.studies.tables import markdown
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
@@ -114,12 +106,7 @@ def folded(folder: Path) -> Transformer:
     file, path = open_model(str(folder))
     c = from_file(file, path).config
     model = begun_from(file, replace(c, taper="all"), path)
-    model.train()(random_ids(1, min(64, c.block_size), c.vocab_size, seed=0), last_only=True)
-    model.update_statistics()
-    model.calibrate()
-    for norm in model.taper_norms().values():
-        norm.c *= 0.1  # nothing trained this network to hold its scale
-    model.set_phase("scale")
+    taper_untrained(model, random_ids(1, min(64, c.block_size), c.vocab_size, seed=0))
     return fold(model)
 
 
@@ -333,7 +320,7 @@ def refuse(k: Peers):
 
 
 def main():
-    k = read_flags(Peers, __doc__)
+    k, _ = parse_flags(Peers, __doc__)
     widths = k.n_embd or ((64, 256) if k.mode == "train" else (64, 512))
     refuse(k)
     networks = {f"n_embd {width}": llama_of(k, width) for width in widths}

@@ -63,17 +63,6 @@ def smooth(values, width: int):
     return np.stack([np.median(row, -1) for row in rows], -1) if rows else values
 
 
-def styled_pyplot():
-    """matplotlib's pyplot with the look of these figures. Raises: BadInput if matplotlib is not installed."""
-    plt = pyplot()
-    plt.rcParams.update(
-        {"font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3,
-         "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.3,
-         "legend.frameon": False, "savefig.dpi": 200}
-    )  # fmt: skip
-    return plt
-
-
 def shades(colours: list[str]) -> list[str]:
     """The colours, where one comes again as a mix of it with white; of a light one, with black."""
     found = []
@@ -94,7 +83,7 @@ class Figures:
     Raises: BadInput if it cannot be made, or matplotlib is not installed."""
 
     def __init__(self, out: str | Path):
-        self.plt, self.out = styled_pyplot(), report_folder(out)
+        self.plt, self.out = pyplot(), report_folder(out)
         self.points = []  # rows of COLUMNS
 
     def axes(self, rows: int, columns: int, height: float, **shared):

@@ -169,14 +169,10 @@ def calibration_table(rows: list[dict]) -> str:
 def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
-    figures, folder, evaluate = (
-        Figures(k.out),
-        Path(words[0]),
-        "python scripts/evaluate.py RUN... --data=... --out=",
-    )
-    evaluated, calibrated = (
-        read_json(figures.out / f"{name}.json", evaluate) for name in ("evaluation", "calibration")
-    )
+    figures, folder = Figures(k.out), Path(words[0])
+    evaluate = "python scripts/evaluate.py RUN... --data=... --out="
+    evaluated = read_json(figures.out / "evaluation.json", evaluate)
+    calibrated = read_json(figures.out / "calibration.json", evaluate)
     runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")

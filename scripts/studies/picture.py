@@ -14,7 +14,8 @@ import numpy as np
 
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
-from scripts.studies.figures import smooth, styled_pyplot
+from nanonorm.plots import pyplot
+from scripts.studies.figures import smooth
 from scripts.studies.runs import FinishedRun, load, read_json
 
 # variant -> (colour, what it is)
@@ -103,7 +104,6 @@ def draw_speed(ax, machine: str, rows: list[dict]):
     ax.set_yticks(range(len(rows)), [f"{row['variant']}\n{BARS[row['variant']][1]}" for row in rows])
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
-    ax.set_axisbelow(True)
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, 1.55 * max(tips))
     ax.locator_params(axis="x", nbins=4)
@@ -115,7 +115,7 @@ def draw_speed(ax, machine: str, rows: list[dict]):
 def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
     """A matplotlib figure: the run's loss and gate on the left, speed on the right."""
     gate = run.series("gate")
-    fig = styled_pyplot().figure(figsize=(9.6, 3.6), layout="constrained")
+    fig = pyplot().figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
     ratios, title = (1,), "Training"
     if gate:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -14,9 +13,9 @@ from data import corpus_folder
 from forms import export_files
 from model import NORMS
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.files import hold_folder, json_object, read_file
+from nanonorm.files import is_held, json_object, read_file
 from nanonorm.knobs import Needs, facts, is_read
-from nanonorm.log import check_header, logged_steps, read_log
+from nanonorm.log import check_header, check_whole, last_line, read_log
 from nanonorm.run import MARKS, first_good
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
@@ -87,24 +86,14 @@ class PlannedRun:
 
     def last_line(self) -> dict:
         """The last whole line of its metrics.jsonl, {} if there is none; updates `steps`."""
-        for text in reversed(tail(self.folder / "metrics.jsonl")):
-            with suppress(ValueError):  # a line that is being written
-                line = json_object(text)
-                step = line.get("iter", 0)
-                if type(step) is int:
-                    self.steps = step
-                    return line
-        return {}
+        line = last_line(self.folder / "metrics.jsonl")
+        self.steps = line.get("iter", self.steps)
+        return line
 
     def at_end(self) -> bool:
         """Whether its log goes to its last step."""
         line = self.last_line()
         return "val/loss" in line and line.get("iter") == self.settings["max_iters"]
-
-
-def finite(value) -> bool:
-    """Whether a value from JSON is a number that can be drawn and averaged."""
-    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def bad_export(folder: Path, settings: dict) -> str:
@@ -117,19 +106,10 @@ def bad_export(folder: Path, settings: dict) -> str:
     return ""
 
 
-def tail(path: str | Path) -> list[str]:
-    """The last lines of a file; none if it cannot be read."""
-    with suppress(OSError), open(path, "rb") as f:
-        size = f.seek(0, os.SEEK_END)
-        f.seek(max(0, size - (1 << 16)))
-        return f.read().decode(errors="replace").split("\n")
-    return []
-
-
 def recorded_settings(folder: Path) -> dict | None:
     """The settings in a run folder's config.json, None if they cannot be read."""
     with suppress(OSError, ValueError):
-        return as_begun(folder, json_object((folder / "config.json").read_bytes()))
+        return json_object((folder / "config.json").read_bytes())
     return None
 
 
@@ -137,25 +117,8 @@ def settings_to_resume(folder: Path) -> dict | None:
     """The settings of the checkpoint that train.py would go on with, None if it could with none."""
     with suppress(BadInput):
         file, *_ = first_good(folder / "ckpt.pt", folder / "ckpt.prev.pt", settings=Config)
-        return as_begun(folder, asdict(file["run"]))
+        return asdict(file["run"])
     return None
-
-
-def as_begun(folder: Path, settings: dict) -> dict:
-    """Recorded settings with the weights that the run began with: a resume by an earlier version wrote over
-    init_from everywhere but in the first line of the log."""
-    if settings.get("init_from") in ("resume", "auto"):
-        with suppress(OSError, BadInput, LookupError, TypeError):
-            begun = read_log(folder / "metrics.jsonl").header["settings"]
-            return settings | {"init_from": begun["init_from"]}
-    return settings
-
-
-def held(folder: Path) -> bool:
-    """Whether a process is at work in the folder."""
-    with suppress(BadInput), hold_folder(folder):
-        return False
-    return True
 
 
 COUNTS = ("tokenizer_sha256", "train_tokens", "val_tokens", "train_bytes", "val_bytes")  # of a text
@@ -177,7 +140,7 @@ def look(run: PlannedRun) -> tuple[str, str]:
     checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
     if not any((folder / name).exists() for name in MARKS):
         return "new", ""
-    if held(folder):
+    if is_held(folder):
         return "refused", "is running elsewhere; wait for it, or end that process"
     settings = settings_to_resume(folder) if recorded is None else recorded
     if settings is not None and identity(settings) != identity(run.settings):
@@ -209,10 +172,6 @@ def difference(settings: dict, planned: dict) -> str:
 
 # ---------------------------------------------------------------------------------------------------------
 # a finished run
-
-
-POSITIVE = ("taper/c.", "val/loss", "val/bpb", "s/target")  # metrics that are above zero
-SOMETIMES = ("val/", "train/spike", "grad/")  # that not every line has
 
 
 class Unusable(BadInput):
@@ -311,9 +270,7 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
         config = Config.recorded(log.header["settings"], f"{path}:1")
         config.model_config()
         settings = asdict(config)
-        if log.cut:
-            raise Unusable("half-written: the last line of metrics.jsonl was cut")
-        check_lines(log.header, log.lines, settings["max_iters"])
+        check_whole(path, log, settings["max_iters"])
     except OSError:
         raise Unusable("no metrics.jsonl that can be read") from None
     except (BadInput, ModelError) as e:
@@ -321,35 +278,6 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
     if why := bad_export(folder, settings):
         raise Unusable(f"unfinished: {why}")
     return log.header | {"settings": settings}, log.lines
-
-
-def check_lines(header: dict, lines: list[dict], end: int):
-    """Refuse a log that is not in order, finite and whole up to step `end`. Raises: Unusable."""
-    before = 0
-    for number, line in enumerate(lines, 2):
-        step = line.get("iter", 0)
-        if step <= before:
-            raise Unusable(f"metrics.jsonl:{number} is damaged (its iter does not follow {before})")
-        before = step
-        for name, value in line.items():
-            if value is None:  # what train.py writes for nan
-                # at gate 0 in mid-taper the network is one that nobody has trained yet
-                if name not in ("val/loss", "val/bpb") or step == end:
-                    raise Unusable(f"{name} is not finite at step {step}")
-            elif not finite(value) or (name.startswith(POSITIVE) and value <= 0):
-                raise Unusable(f"metrics.jsonl:{number} is damaged ({name} has an impossible value)")
-    if before < end:
-        raise Unusable(f"unfinished: {before} of {end} steps")
-    logged = {line["iter"]: line for line in lines if "train/loss" in line}
-    due = logged_steps(header, end)
-    for step in sorted(set(logged) ^ set(due)):
-        fault = "missing" if step in due else "unexpected"
-        raise Unusable(f"the log line of step {step} is {fault}")
-    always = [name for name in logged[due[0]] if not name.startswith(SOMETIMES)]
-    for step in due:
-        for name in [*always, "val/loss", "val/bpb"] if step == end else always:
-            if name not in logged[step]:
-                raise Unusable(f"the log line of step {step} has no {name}")
 
 
 def read_json(path: Path, command: str) -> dict:
