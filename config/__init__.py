@@ -86,9 +86,8 @@ class Config(ModelKnobs):
     adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None  # a block's layers; None: all
     # system
     seed: Whole = 1337  # of the weights and of the order of the data
-    device: Annotated[str, AGAIN] = (
-        "auto"  # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
-    )
+    # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
+    device: Annotated[str, AGAIN] = "auto"
     # bfloat16 is by autocast
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
     # torch.compile the model, or "regional" each block by itself; None: on a GPU the model
@@ -108,9 +107,8 @@ class Config(ModelKnobs):
             last = f"lr_decay_iters={self.lr_decay_iters}"
             raise BadInput(f"warmup_iters={self.warmup_iters} must be below {last}")
         if self.dropout and self.cuda_graph:
-            raise BadInput(
-                "dropout draws anew in each micro-batch, which a CUDA graph cannot; set one of them"
-            )
+            draws = "dropout draws anew in each micro-batch, which a CUDA graph cannot"
+            raise BadInput(f"{draws}; set one of them")
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if START.met(self):
@@ -233,9 +231,8 @@ class Config(ModelKnobs):
                 if name == "max_iters":
                     begin = f"start a new run from the finished one with --init_from={self.out_dir}"
                     remedy = f"to train on, {begin} and another --out_dir"
-                raise BadInput(
-                    f"{name}={asked} differs from {recorded} of the run in {self.out_dir}; {remedy}"
-                )
+                differs = f"{name}={asked} differs from {recorded} of the run in {self.out_dir}"
+                raise BadInput(f"{differs}; {remedy}")
         if "teacher" in explicit and (self.teacher is None) != (run.teacher is None):
             began = f"the run in {self.out_dir} began with teacher={run.teacher}"
             raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
