@@ -335,9 +335,10 @@ def main(held: ExitStack):
     def batch_of(k: int):
         """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
         indices = map(ranks.index, range(step.micro_steps))
-        batches = [train_batch(train_tokens, cfg, k, index, device) for index in indices]
+        batches = [train_batch(train_tokens, cfg, k, index, device, apart) for index in indices]
         return map(torch.stack, zip(*batches, strict=True))
 
+    apart = corpus.get("block_size", 1)  # where a corpus is cut into windows
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
     remedy = f"{folder.newest} keeps the last good state. {better}"

@@ -156,6 +156,7 @@ class Manifest(Record):
     val_documents: Whole | None = None
     dtype: Literal["<u2", "<u4"] = "<u2"  # of the token files
     source: OneLine  # what text this is
+    block_size: Count | None = None  # tokens of a window of data/windows.py; None: a window begins anywhere
 
 
 class HeldOut(Record):
@@ -278,7 +279,7 @@ def prepare(
         **{f"val_{unit}": n for unit, n in of_val.items()},
         dtype=dtype,
         source=source,
-    ).model_dump()
+    ).model_dump(exclude={"block_size"})
     write_json(meta_file, manifest, indent=2)
     print(f"wrote train.bin, val.bin, {model_name} and meta.json to {out_dir}", flush=True)
     return manifest
@@ -313,7 +314,8 @@ def check_written(path: Path, count: dict[str, int], dtype: str):
 
 
 def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Open a prepared corpus and check it: each split is sound, and long enough for one window of block_size.
+    """Open a prepared corpus and check it: each split is sound, and long enough for one window of block_size,
+    in which it is cut if it is cut.
 
     Returns: (what meta.json holds and each split's sha256, train tokens, val tokens). The tokens are 1-D and
     memory-mapped, int16 or int32 whose bits are those of the unsigned ids. Raises: BadInput.
@@ -329,6 +331,9 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
         raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); prepare {folder} again") from None
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read the corpus in {folder} ({e}); prepare it again") from None
+    if manifest.block_size not in (None, block_size):
+        cut = f"{folder} is cut into windows of {manifest.block_size} tokens, not {block_size}"
+        raise BadInput(f"{cut}; read it in those, or cut it again with data/windows.py")
     tokenizer = folder / manifest.tokenizer
     if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:
         raise BadInput(f"{tokenizer} is not the tokenizer that meta.json names; prepare {folder} again")

@@ -19,13 +19,13 @@ def windows(tokens, starts, length: int, device):
     return ids[:, :-1], ids[:, 1:]
 
 
-def train_batch(tokens, cfg, step: int, index: int, device):
-    """Micro-batch `index` (over all ranks) of optimizer step `step`.
+def train_batch(tokens, cfg, step: int, index: int, device, apart: int = 1):
+    """Micro-batch `index` (over all ranks) of optimizer step `step`; windows begin at multiples of `apart`.
 
     Returns: (inputs, targets), each (batch_size, block_size) int64.
     """
     rng = np.random.default_rng((cfg.seed, step, index))
-    starts = rng.integers(len(tokens) - cfg.block_size, size=cfg.batch_size)
+    starts = rng.integers(-(-(len(tokens) - cfg.block_size) // apart), size=cfg.batch_size) * apart
     return windows(tokens, starts, cfg.block_size, device)
 
 

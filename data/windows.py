@@ -1,0 +1,89 @@
+"""A corpus of prepared ones, cut into windows that begin with the tokenizer's begin token.
+
+    python data/windows.py data/stories data/books --block_size=256 --out_dir=data/mixed
+
+A trained network treats the first position unlike any other, and one that learned with a begin token there
+expects it. train.py, scripts/couple.py and scripts/evaluate.py read such a corpus window by window, with this
+block_size and no other.
+
+Each corpus gives as much, from all over its text: --train_tokens of its training split and --val_tokens of
+its validation split, or all that it has. The last target of a window is the begin token of the next one,
+which `val/loss` counts and evaluate.py does not. Without a begin token the end-of-text token stands there.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data import Manifest, corpus_folder, dtype_of, open_corpus, write_tokenizer
+from data.tokenizer import TokenizerJson, load_tokenizer
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.files import atomic_write, hold_folder, write_json
+from nanonorm.typed import Count
+
+
+@dataclass
+class Knobs:
+    block_size: Count = 256  # tokens of a window, the begin token among them
+    train_tokens: Count = 1 << 40  # of each corpus
+    val_tokens: Count = 1 << 40  # of each corpus
+    out_dir: str | None = None  # folder to write
+
+
+def cut(tokens: np.ndarray, block_size: int, limit: int, begin: int) -> np.ndarray:
+    """Windows (n, block_size), the token `begin` in front of each, from all over a text (N,); n block_size is
+    at most `limit`, or else n is 1."""
+    rows = tokens[: len(tokens) - len(tokens) % (block_size - 1)].reshape(-1, block_size - 1)
+    count = max(1, min(len(rows), limit // block_size))
+    return np.insert(rows[np.linspace(0, len(rows) - 1, count).astype(int)], 0, begin, axis=1)
+
+
+def main():
+    knobs, _, names = parse(Knobs, sys.argv[1:], usage=__doc__)
+    if not names or not knobs.out_dir or knobs.block_size < 2:
+        raise BadInput(
+            "name prepared corpora, a folder to write, --out_dir=PATH, and a block_size of 2 or more"
+        )
+    folders = list(map(corpus_folder, names))
+    metas, trains, vals = zip(*(open_corpus(folder, knobs.block_size) for folder in folders), strict=True)
+    for folder, meta in zip(folders, metas, strict=True):
+        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"] or "block_size" in meta:
+            raise BadInput(f"{folder} is cut already, or in other tokens than {folders[0]}; prepare it again")
+    tokenizer = load_tokenizer(folders[0] / metas[0]["tokenizer"])
+    begin = tokenizer.special_id("bos_token") if isinstance(tokenizer, TokenizerJson) else None
+    begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)
+    known, limits = {}, (knobs.train_tokens, knobs.val_tokens)
+    with hold_folder(knobs.out_dir) as out_dir:
+        again = (out_dir / "meta.json").exists()
+        (out_dir / "meta.json").unlink(missing_ok=True)  # from here on it would describe other files
+        for split, texts, limit in zip(("train", "val"), (trains, vals), limits, strict=True):
+            rows = np.concatenate([cut(text.view(dtype), knobs.block_size, limit, begin) for text in texts])
+            with atomic_write(out_dir / f"{split}.bin") as f:
+                f.write(rows.astype(dtype).tobytes())
+            known |= {f"{split}_tokens": rows.size, f"{split}_documents": len(rows)}
+            known[f"{split}_bytes"] = sum(len(tokenizer.decode(row).encode()) for row in rows.tolist())
+        write_tokenizer(out_dir, tokenizer, again)
+        meta = Manifest(
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=next(iter(tokenizer.files)),
+            tokenizer_sha256=tokenizer.sha256,
+            end_token=tokenizer.end_token,
+            end_token_id=tokenizer.eot_id,
+            dtype=dtype,
+            source="; ".join(meta["source"] for meta in metas),
+            block_size=knobs.block_size,
+            **known,
+        )
+        write_json(out_dir / "meta.json", meta.model_dump(exclude_none=True), indent=2)
+    sizes = f"{known['train_documents']:,} and {known['val_documents']:,} windows of {knobs.block_size}"
+    print(f"wrote {sizes}, train and val, to {knobs.out_dir}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
