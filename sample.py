@@ -4,6 +4,7 @@
     python sample.py out/demo/unfused.pt --temperature=0    # a model file
     printf "Once upon a time" | python sample.py out/tiny   # the prompt from stdin
     python sample.py Qwen/Qwen3-0.6B --chat=True --prompt=Hi  # a Hugging Face folder, or a model of the hub
+    python sample.py model.gguf --chat=True --prompt=Hi     # a GGUF file: llama.cpp's, Ollama's
 
 Whatever tapers runs at gate 0. The tokenizer is the one in the same folder. A begin token and a chat template
 are used where the tokenizer has them, and any of its end tokens ends a sample.
@@ -17,7 +18,7 @@ from typing import Annotated
 
 import torch
 
-from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from data.tokenizer import Tokenizer, home_of, load_tokenizer, open_tokenizer
 from forms import from_file
 from model import Transformer
 from nanonorm.cli import parse
@@ -46,8 +47,7 @@ class Sample:
 
 def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokenizer:
     """The tokenizer that `model`, read from `path`, was trained with. Raises: BadInput if it is not."""
-    folder = path if path.is_dir() else path.parent
-    tokenizer = load_tokenizer(folder) if override is None else open_tokenizer(override)
+    tokenizer = load_tokenizer(home_of(path)) if override is None else open_tokenizer(override)
     named = model.meta.get("corpus", {}).get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != named:
         remedy = "give the right one with --tokenizer="

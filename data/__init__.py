@@ -25,6 +25,7 @@ from data.tokenizer import (
     SentencePiece,
     Tokenizer,
     check_vocab_size,
+    home_of,
     load_tokenizer,
     open_tokenizer,
     train_tokenizer,
@@ -376,8 +377,8 @@ def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Pat
     Raises: BadInput.
     """
     named, wanted = recorded.get("tokenizer_sha256"), corpus["tokenizer_sha256"]
-    home = weights if weights.is_dir() else weights.parent
-    brings = any((home / name).is_file() for name in (*TOKENIZER_FILES[:2], "vocab.json"))
+    home = home_of(weights)
+    brings = home.is_file() or any((home / name).is_file() for name in (*TOKENIZER_FILES[:2], "vocab.json"))
     if named == wanted:
         return
     if named is None and not brings:

@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 
 from nanonorm.errors import BadInput
-from nanonorm.files import TOKENIZER_FILES, json_object
+from nanonorm.files import TOKENIZER_FILES, is_gguf, json_object
 
 END = "<|endoftext|>"  # the end-of-document token, and the line that ends a story in a local text file
 MIN_VOCAB = 258  # 256 byte tokens, <unk> and the end token
@@ -343,13 +343,22 @@ def render(template: str, name: str, reply: bool = True, **values) -> str:
         return asked.render(tools=None, documents=None, add_generation_prompt=reply, **values)
 
 
+def home_of(weights: Path) -> Path:
+    """Where the tokenizer of some weights is: in their folder, or in a GGUF file itself."""
+    return weights if weights.is_dir() or is_gguf(weights) else weights.parent
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a file (*.json or a SentencePiece model), in a folder, or beside a model file *.pt.
+    """The tokenizer in a file (*.json, GGUF or SentencePiece), in a folder, or beside a model file *.pt.
 
     Raises: BadInput.
     """
     path = Path(path)
     try:
+        if is_gguf(path):
+            from data.gguf import tokenizer_files  # here: it imports this module
+
+            return TokenizerJson(tokenizer_files(path), str(path))
         if path.suffix == ".pt":
             path = path.parent
         if path.is_dir():

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import torch
 from pydantic import Field, ValidationError
 
-from nanonorm.errors import ModelError
+from nanonorm.errors import BadFile, ModelError
 from nanonorm.typed import Count, Positive, Range, Record
 
 # ---------------------------------------------------------------------------------------------------------
@@ -94,6 +94,22 @@ def pieces_of(names: str, c: dict) -> dict[str, list[Piece]]:
                 for name, shape in zip(several, shapes.split(","), strict=True)
             ]
     return pieces
+
+
+def check_fit(found: dict, pieces: dict[str, list[Piece]], path: Path, says: str, beside: dict):
+    """Raises: ModelError for a tensor without a place, BadFile for one that is missing or misshapen.
+
+    found: name -> shape of the tensors in `path`; says: what gave the settings; beside: name -> shape of
+    those that belong to none of ours.
+    """
+    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts} | beside
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise ModelError(f"{path} holds a tensor {unknown[0]:.100}, for which our model has no place")
+    for name, shape in wanted.items():
+        if name not in found:
+            raise BadFile(f"{path} is not whole: tensor {name} is missing")
+        if found[name] != shape:
+            raise BadFile(f"{path} does not fit its {says}: {name} is {found[name]}, not {shape}")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -229,6 +229,14 @@ def read_file(path, whole: bool = True) -> dict:
     return file
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is named or begins as GGUF files do: Ollama's have no ending."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as f:
+        return path.suffix == ".gguf" or f.read(4) == b"GGUF"
+
+
 def is_plain(t) -> bool:
     """Whether `t` is a dense float tensor that holds its values: not meta, sparse, quantized or 8-bit."""
     import torch

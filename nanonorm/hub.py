@@ -1,9 +1,10 @@
-"""Hugging Face folder <-> {"config", "state", "meta"}, and where such a folder is found.
+"""Pretrained networks <-> {"config", "state", "meta"}, and where they are found. A Hugging Face folder holds
 
     config.json                                        the architecture
     model.safetensors, or model.safetensors.index.json with the shards that it names
 
-What they mean is in families.py. Files are read by safetensors and json alone.
+What they mean is in families.py. Files are read by safetensors and json alone. A GGUF file is all of that in
+one, and gguf.py reads it.
 """
 
 import json
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from nanonorm import families
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
-from nanonorm.files import atomic_write, json_object, writing
+from nanonorm.files import atomic_write, is_gguf, json_object, writing
+from nanonorm.gguf import read_gguf
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; fetching keeps the client's own timeouts
 FETCHED = (
@@ -34,14 +37,20 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 # reading
 
 
-def read_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> dict:
+def read_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> dict:
+    """{"config", "state", "meta"} of a GGUF file or a Hugging Face folder, as `dtype`; None: float32 of the
+    former, the file's type of the latter. Raises: BadFile, ModelError."""
+    path = Path(path)
+    return read_gguf(path, dtype or torch.float32) if is_gguf(path) else read_folder(path, dtype)
+
+
+def read_folder(folder: Path, dtype: torch.dtype | None) -> dict:
     """{"config", "state", "meta"} of a Hugging Face folder, in the file's type or `dtype`.
 
     Each tensor is memory of its own, filled from the mapped files. All is checked before the first is made,
     but for finite values, which Transformer.from_file looks for.
     Raises: BadFile for what is damaged or missing, ModelError for what our model cannot be.
     """
-    folder = Path(folder)
     config, path = read_config(folder), folder / "config.json"
     name = architecture_of(config, path)
     family = FAMILIES[name]
@@ -124,18 +133,13 @@ def values(tensors: dict, name: str) -> torch.Tensor:
 
 def check_tensors(tensors: dict, pieces: dict, folder: Path) -> list[torch.dtype]:
     """The types of the tensors, which are named and shaped as `pieces` says. Raises: BadFile, ModelError."""
-    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    if unknown := sorted(tensors.keys() - wanted.keys() - {"lm_head.weight"}):
-        raise ModelError(f"{folder} holds a tensor {unknown[0]:.100}, for which our model has no place")
+    headers = {name: file.get_slice(own) for name, (file, own) in tensors.items()}
+    found = {name: tuple(header.get_shape()) for name, header in headers.items()}
+    beside = {name: found[name] for name in ("lm_head.weight",) if name in found and name not in pieces}
+    families.check_fit(found, pieces, folder, "config.json", beside)
     types = []
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise BadFile(f"{folder} is not whole: tensor {name} is missing")
-        file, own = tensors[name]
-        header = file.get_slice(own)
-        found, kind = tuple(header.get_shape()), header.get_dtype()
-        if found != shape:
-            raise BadFile(f"{folder} does not fit its config.json: {name} is {found}, not {shape}")
+    for name in [name for name in found if name not in beside]:
+        kind = headers[name].get_dtype()
         if kind not in DTYPES:
             raise ModelError(f"{folder}: {name} is of type {kind}; weights must be {', '.join(DTYPES)}")
         types.append(DTYPES[kind])
@@ -245,7 +249,7 @@ def find(name: str | Path, weights: bool = True) -> Path:
     name = str(name)
     if os.path.exists(name):
         return Path(name)
-    said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin"))
+    said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin", ".gguf"))
     if is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
         raise BadInput(said)
     way_out = f"fetch it where the hub can be reached (hf download {name} --local-dir=DIR) and give DIR"
@@ -269,9 +273,9 @@ def find(name: str | Path, weights: bool = True) -> Path:
 
 
 def is_pretrained(path: Path) -> bool:
-    """True for a Hugging Face folder: a run's folder has a config.json of its own, which is another."""
+    """True for a GGUF file, and for a Hugging Face folder: a run's has a config.json of its own."""
     if not path.is_dir():
-        return False
+        return is_gguf(path)
     try:
         return bool({"model_type", "architectures"} & read_config(path).keys())
     except BadFile:  # no config.json, or one that read_pretrained is to complain about

@@ -14,38 +14,24 @@ from pathlib import Path
 
 import torch
 
+from data.gguf import PRE_TOKENIZERS
 from data.tokenizer import SPACE_MARK, SentencePiece
 from model import ModelConfig
 from nanonorm.errors import ModelError
-from nanonorm.rotary import llama3_frequencies
+from nanonorm.families import pieces_of
+from nanonorm.gguf import (
+    FREQUENCIES,
+    ORIGINAL,
+    adjacent,
+    frequency_divisors,
+    keys_of,
+    names_of,
+    turned_heads,
+)  # fmt: skip
 from scripts.exports import Job, needed, spread
 from scripts.exports.stock import plain
 
 NEEDS = ("gguf", "xllamacpp")
-NAMES = {  # ours -> GGUF's; where there are several, they are rows of ours in this order
-    "tok_emb": ["token_embd"],
-    "pos_emb": ["position_embd"],
-    "norm_attn": ["attn_norm"],
-    "attn.qkv": ["attn_q", "attn_k", "attn_v"],  # a GPT-2 keeps them together
-    "attn.norm_q": ["attn_q_norm"],
-    "attn.norm_k": ["attn_k_norm"],
-    "attn.proj": ["attn_output"],
-    "norm_mlp": ["ffn_norm"],
-    "mlp.gate_up": ["ffn_gate", "ffn_up"],
-    "mlp.up": ["ffn_up"],
-    "mlp.down": ["ffn_down"],
-    "norm_final": ["output_norm"],
-    "lm_head": ["output"],
-}
-AROUND_NUMBERS = (  # what Llama 3 and Qwen split text at; how long a number is tells them apart
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-PRE_TOKENIZERS = {  # expression in a tokenizer.json -> what llama.cpp calls it
-    None: "gpt-2",  # the one that ByteLevel brings along
-    r"\p{N}{1,3}".join(AROUND_NUMBERS): "llama-bpe",
-    r"\p{N}".join(AROUND_NUMBERS): "qwen2",
-}
 TOP = 100  # next tokens that are compared at a position
 # Largest error, of the logits' spread. llama.cpp looks a GELU up in a table of half-precision numbers.
 TOLERANCE = {"swiglu": 1e-4, "gelu": 2e-3}
@@ -69,48 +55,26 @@ def architecture(c: ModelConfig) -> str:
     raise ModelError(f"llama.cpp has no architecture with {shape}; use --to=hf or --to=onnx")
 
 
-def adjacent(rows, heads: int):
-    """Rows of queries or keys for a rotation of adjacent pairs; ours turns pairs half a head apart.
-    (heads C, ...) -> (heads C, ...)"""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def tensors(c: ModelConfig, state: dict, arch: str):
+def tensors(c: dict, state: dict, arch: str):
     """Yields (GGUF's name, float32 tensor) of every tensor of a plain network."""
-    heads = (c.n_head, c.n_kv_head, c.n_kv_head)
-    rows = {"attn.qkv": [n * c.head_dim for n in heads], "mlp.gate_up": [c.hidden, c.hidden]}
-    names = NAMES | ({"attn.qkv": ["attn_qkv"]} if arch == "gpt2" else {})
+    pieces = pieces_of(names_of(arch), c)
     for name, t in state.items():
-        block, part, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
-        prefix = "" if block is None else f"blk.{block}."
-        pieces = t.float().split(rows[part]) if len(names[part]) > 1 else [t.float()]
-        for new, piece, n in zip(names[part], pieces, heads, strict=False):
-            turned = arch == "llama" and new in ("attn_q", "attn_k")
-            yield f"{prefix}{new}.{kind}", adjacent(piece, n) if turned else piece
-    if c.rope_scaling is not None:
-        frequency = 1.0 / c.rope_base ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
-        yield "rope_freqs.weight", frequency / llama3_frequencies(frequency, *c.rope_scaling)
+        parts = pieces[name]
+        for part, rows in zip(parts, t.float().split([p.rows for p in parts]), strict=True):
+            heads = turned_heads(arch, part.name, c)
+            yield part.name, adjacent(rows, heads) if heads else rows
+    if c["rope_scaling"] is not None:
+        yield FREQUENCIES, frequency_divisors(c, c["rope_scaling"])
 
 
-def add_shape(writer, c: ModelConfig):
+def add_shape(writer, c: dict, arch: str):
     """Write the architecture's numbers."""
-    writer.add_context_length(c.block_size)
-    writer.add_embedding_length(c.n_embd)
-    writer.add_block_count(c.n_layer)
-    writer.add_feed_forward_length(c.hidden)
-    writer.add_head_count(c.n_head)
-    writer.add_head_count_kv(c.n_kv_head)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_vocab_size(c.vocab_size)
+    for key, setting in keys_of(arch).items():
+        add = writer.add_float32 if isinstance(c[setting], float) else writer.add_uint32
+        add(f"{arch}.{key}", c[setting])
+    if c["rope_scaling"] is not None:
+        writer.add_uint32(f"{arch}.{ORIGINAL}", int(c["rope_scaling"][-1]))
     writer.add_file_type(needed("gguf").LlamaFileType.ALL_F32)
-    if c.norm == "layernorm":
-        writer.add_layer_norm_eps(c.norm_eps)
-    else:
-        writer.add_layer_norm_rms_eps(c.norm_eps)
-    if c.positions == "rope":
-        writer.add_rope_dimension_count(c.head_dim)
-        writer.add_rope_freq_base(c.rope_base)
 
 
 def sentencepiece_tokens(writer, tokenizer) -> dict:
@@ -159,13 +123,12 @@ def pre_tokenizer(file: dict, name: str) -> str:
     """llama.cpp's name for how a tokenizer.json splits text. Raises: ModelError if it has none."""
     steps = file.get("pre_tokenizer") or {}
     *before, last = steps.get("pretokenizers", [steps])
-    split = before[0].get("pattern", {}).get("Regex") if before else None
     bytewise = last.get("type") == "ByteLevel" and not last.get("add_prefix_space", True)
-    whole = len(before) <= 1 and last.get("use_regex", True) is (split is None)
     normal = (file.get("normalizer") or {}).get("type")  # llama.cpp has none, which text in NFC cannot tell
-    if bytewise and whole and split in PRE_TOKENIZERS and normal in (None, "NFC"):
-        return PRE_TOKENIZERS[split]
-    known = ", ".join(PRE_TOKENIZERS.values())
+    for known, wanted in PRE_TOKENIZERS.items():
+        if bytewise and normal in (None, "NFC") and (before, last.get("use_regex", True)) == wanted:
+            return known
+    known = ", ".join(PRE_TOKENIZERS)
     raise ModelError(f"{name} splits text differently from llama.cpp's {known}; use --to=stock or --to=hf")
 
 
@@ -234,22 +197,22 @@ def write(job: Job) -> dict:
     if job.model.config.block_size < 2:
         raise ModelError("llama.cpp runs no context of one token; use --to=hf or --to=onnx")
     file = plain(job.model if job.dtype == torch.float32 else copy.deepcopy(job.model).float())
-    config, path = ModelConfig(**file["config"]), job.folder / "model.gguf"
-    arch = architecture(config)
+    config, path = file["config"], job.folder / "model.gguf"
+    arch = architecture(ModelConfig(**config))
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name(job.path.stem)
     if base := job.meta.get("base"):
         writer.add_base_model_count(1)
         writer.add_base_model_name(0, base["name"])
         writer.add_license(base.get("license") or "other")
-    add_shape(writer, config)
-    left_out = add_tokenizer(writer, job.tokenizer, config.vocab_size)
+    add_shape(writer, config, arch)
+    left_out = add_tokenizer(writer, job.tokenizer, config["vocab_size"])
     for name, t in tensors(config, file["state"], arch):
         writer.add_tensor(name, t.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    error = proof(path, job, config.mlp)
+    error = proof(path, job, config["mlp"])
     how = HOW.format(arch) + (LEFT_OUT.format(", ".join(f"`{t}`" for t in left_out)) if left_out else "")
     return {"errors": {"float32": error}, "dtype": "float32", "how": how, "saves": SAVES}

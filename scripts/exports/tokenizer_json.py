@@ -2,6 +2,7 @@
 
 import json
 
+from data.gguf import added, by_score
 from data.tokenizer import SentencePiece, Tokenizer, tokenizers_package
 from nanonorm.errors import ModelError
 
@@ -14,27 +15,13 @@ def from_sentencepiece(tokenizer: SentencePiece):
     But for two kinds of text: U+2581, which becomes a space (ours keeps its bytes), and a special token
     spelled out, unless it is told to split those. Raises: BadInput without `tokenizers`.
     """
-    package, p = tokenizers_package(), tokenizer.processor
+    p = tokenizer.processor
     pieces = [p.id_to_piece(i) for i in range(p.vocab_size())]
     special = [i for i in range(len(pieces)) if p.is_control(i) or p.is_unknown(i)]
-    bytes_ = [i for i in range(len(pieces)) if p.is_byte(i)]
-    normal = {piece: i for i, piece in enumerate(pieces) if i not in {*special, *bytes_}}
-    # SentencePiece joins the best-scored pair first, whatever two pieces it is made of
-    joins = []
-    for piece, i in normal.items():
-        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [(left, right) for left, right in halves if left in normal and right in normal]
-        joins += [(-p.get_score(i), i, normal[left], normal[right]) for left, right in known]
-    merges = [(pieces[left], pieces[right]) for *_, left, right in sorted(joins)]
-    model = package.models.BPE(
-        {piece: i for i, piece in enumerate(pieces)}, merges,
-        unk_token=pieces[p.unk_id()], fuse_unk=True, byte_fallback=True,
-    )  # fmt: skip
-    core, decoders = package.Tokenizer(model), package.decoders
-    core.normalizer = package.normalizers.Replace(" ", "▁")
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    core.add_special_tokens([package.AddedToken(pieces[i], normalized=False) for i in special])
-    return core
+    scores = {i: p.get_score(i) for i in range(len(pieces)) if i not in special and not p.is_byte(i)}
+    file = by_score({piece: i for i, piece in enumerate(pieces)}, scores, pieces[p.unk_id()], prefix=False)
+    file["added_tokens"] = [added(pieces[i], i, special=True) for i in special]
+    return tokenizers_package().Tokenizer.from_str(json.dumps(file))
 
 
 def token_ids(tokenizer: Tokenizer) -> dict:

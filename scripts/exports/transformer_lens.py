@@ -14,9 +14,9 @@ import torch
 
 from model import Identity, ModelConfig, Transformer
 from nanonorm.errors import ModelError
+from nanonorm.gguf import adjacent
 from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, prove
-from scripts.exports.gguf import adjacent
 
 NEEDS = ("transformer_lens", "safetensors")
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_new", "gelu_erf": "gelu"}
