@@ -235,6 +235,7 @@ def make_step(model: nn.Module, mode: str, batch: int, seq: int, seed: int):
         return (lambda: None), (lambda: model(x, last_only=True))
     rng = torch.Generator(x.device).manual_seed(seed)
     cache = KVCache(model, batch, seq)  # seq - 1 tokens seen; the new one makes seq
+    cache.empty = False
     for t in cache.k + cache.v:
         t.normal_(generator=rng)
     return (lambda: cache.pos.fill_(seq - 1)), (lambda: model(x, cache=cache, last_only=True))

@@ -751,8 +751,8 @@ def behind_padding(pad, rows, columns):
 
 class KVCache:
     """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer, in
-    the type that attention reads; `pos` (0-dim) counts the tokens. One tensor for all layers would be copied
-    in each of them by the compiler, which cannot write into a slice."""
+    the type that attention reads; `pos` (0-dim) counts the tokens, and `empty` tells the host if that is
+    0. One tensor for all layers would be copied in each by the compiler, which cannot write into a slice."""
 
     def __init__(self, model, batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
@@ -761,12 +761,14 @@ class KVCache:
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
         self.v = [torch.zeros_like(k) for k in self.k]
         self.pos = torch.zeros((), dtype=torch.long, device=device)
-        self.columns = torch.arange(length, device=device)
+        self.columns, self.empty = torch.arange(length, device=device), True
 
     def update(self, layer: int, k, v, rows):
-        """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C)."""
-        to_k, to_v = self.k[layer], self.v[layer]
-        return to_k.index_copy_(2, rows, k.to(to_k.dtype)), to_v.index_copy_(2, rows, v.to(to_v.dtype))
+        """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C), or these
+        where it was empty: attention is causal then, and needs no mask, which flash attention refuses."""
+        k, v = (t.to(self.k[layer].dtype) for t in (k, v))
+        seen = self.k[layer].index_copy_(2, rows, k), self.v[layer].index_copy_(2, rows, v)
+        return (k, v) if self.empty else seen
 
 
 class Losses(NamedTuple):
@@ -856,14 +858,12 @@ class Transformer(nn.Module):
         longest = self.config.block_size
         if longest < T:
             raise ModelError(f"{T} tokens are more than this model's block_size={longest}; give fewer")
-        rows, mask = slice(T), None
-        if cache is not None:
-            rows = cache.pos + torch.arange(T, device=idx.device)
-            mask = cache.columns <= rows[:, None]  # (T, length)
-        at = rows
-        if pad is not None:
-            rows = torch.arange(T, device=idx.device) if cache is None else rows
-            at, mask = behind_padding(pad, rows, rows if cache is None else cache.columns)
+        counts, mask = cache is not None or pad is not None, None  # without a mask attention is causal
+        rows = columns = torch.arange(T, device=idx.device) if counts else slice(T)
+        if cache is not None and not cache.empty:
+            rows, columns = cache.pos + rows, cache.columns
+            mask = columns <= rows[:, None]  # (T, length)
+        at, mask = (rows, mask) if pad is None else behind_padding(pad, rows, columns)
         x = self.embed(idx, at)  # (B, T, D)
         rope = None if self.rope is None else self.rope[:, at]
         repeats = self.grad_checkpoint and self.training and torch.is_grad_enabled()
@@ -873,6 +873,7 @@ class Transformer(nn.Module):
             x = recomputed(block, *context) if repeats else block(*context)
         if cache is not None:
             cache.pos += T
+            cache.empty = False
         return x
 
     def losses(self, x, ce, idx) -> Losses:

@@ -8,7 +8,7 @@ from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
-from model import KVCache, Transformer
+from model import KVCache, Transformer, attend
 from nanonorm.generation import aligned
 from sample import Sample
 
@@ -74,6 +74,44 @@ def test_rows_of_one_length_need_no_mask(monkeypatch):
     assert asked == [None] * 5
     model.generate(ragged(2, 3), 1, temperature=0)
     assert asked[-1].tolist() == [1, 0]
+
+
+@every_variant
+@torch.no_grad()
+def test_a_prompt_in_an_empty_cache_is_attended_to_causally(variant, monkeypatch):
+    """By the flag, which flash attention takes, where it refuses a mask; with the logits of a pass without a
+    cache. What comes later, and what is padded, has a mask."""
+    model, idx, asked = tiny(variant, n_kv_head=2).eval(), tokens(3, 14), []
+    wanted, attention = model(idx), torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, mask=None, dropout=0.0, is_causal=False, **how):
+        asked.append((None if mask is None else mask.shape[-2:], is_causal, k.shape[2]))
+        return attention(q, k, v, mask, dropout, is_causal, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    cache = KVCache(model, 3, 16)
+    first = model(idx[:, :9], cache=cache)
+    assert asked == [(None, True, 9)] * 2
+    asked.clear()
+    then = [model(piece, cache=cache) for piece in idx[:, 9:].split((4, 1), 1)]
+    assert asked == [((4, 16), False, 16)] * 2 + [((1, 16), False, 16)] * 2
+    assert scale_of_difference(torch.cat((first, *then), 1), wanted) <= EXACT
+    asked.clear()
+    model(idx, cache=KVCache(model, 3, 16), pad=torch.tensor([0, 2, 0]))
+    assert asked == [((14, 14), False, 14)] * 2
+
+
+def test_generating_masks_no_prompt(monkeypatch):
+    """Nor where the context dropped to its newer half; a compiled decoding has its graph of one token."""
+    model, asked = tiny("coupled").eval(), []
+
+    def watched(q, k, v, mask=None, dropout=0.0):
+        asked.append((q.shape[2], mask is None))
+        return attend(q, k, v, mask, dropout)
+
+    monkeypatch.setattr("model.attend", watched)
+    model.generate(tokens(2, 15), 3, temperature=0)
+    assert asked == [(15, True)] * 2 + [(1, False)] * 2 + [(8, True)] * 2
 
 
 @pytest.mark.slow

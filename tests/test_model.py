@@ -248,6 +248,7 @@ def test_a_compiled_step_copies_no_cache():
     model = tiny("rmsnorm", dtype=torch.float32).eval()
     with torch.inference_mode():
         cache, new = KVCache(model, 2, 16), tokens(2, 1)
+        model(tokens(2, 5), cache=cache)
         code = run_and_get_code(torch.compile(model, fullgraph=True), new, cache=cache, last_only=True)[1]
     shape = str(tuple(cache.k[0].shape))
     assert shape in "".join(code)  # as an input
