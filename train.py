@@ -181,6 +181,7 @@ class Step:
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
         load_optimizer(self.optimizer, start.file, start.source)
         sums = sums_of(start.progress, self.losses, start.source)
+        sums *= self.cfg.gradient_accumulation_steps / start.file["run"].gradient_accumulation_steps
         if self.ranks.main:
             self.totals += sums.to(self.totals.device)
 
@@ -335,11 +336,11 @@ def main(held: ExitStack):
     def batch_of(k: int):
         """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
         indices = map(ranks.index, range(step.micro_steps))
+        apart = corpus.get("block_size", 1)  # of a corpus that is cut into windows
         batches = [train_batch(train_tokens, cfg, k, index, device, apart) for index in indices]
         return map(torch.stack, zip(*batches, strict=True))
 
-    apart = corpus.get("block_size", 1)  # where a corpus is cut into windows
-    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    tokens_per_iter = cfg.windows_a_step() * cfg.block_size
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
     remedy = f"{folder.newest} keeps the last good state. {better}"
     interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step

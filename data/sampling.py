@@ -1,7 +1,8 @@
 """Windows of the token files as tensors.
 
-A training batch is a function of (seed, step, index of the micro-batch over all ranks) and nothing else. So a
-resumed run sees what an uninterrupted one does, and no rank needs to ask another what to read.
+A window of training is a function of (seed, step, its number in the step) and nothing else. So a resumed run
+sees what an uninterrupted one does, however a step is split into micro-batches and over ranks, and no rank
+needs to ask another what to read.
 
 tokens: 1-D int16 or int32 tensor, memory-mapped or on the device, whose bits are the unsigned ids of a .bin
 file.
@@ -19,14 +20,23 @@ def windows(tokens, starts, length: int, device):
     return ids[:, :-1], ids[:, 1:]
 
 
+def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> np.ndarray:
+    """Where the windows of these numbers in optimizer step `step` start, int64, drawn cfg.draw_size at a
+    time, at multiples of `apart`."""
+    size, high = cfg.draw_size or cfg.batch_size, -(-(n_tokens - cfg.block_size) // apart)
+    draws = range(windows.start // size, (windows.stop - 1) // size + 1)
+    drawn = [np.random.default_rng((cfg.seed, step, draw)).integers(high, size=size) for draw in draws]
+    first = windows.start - draws.start * size
+    return np.concatenate(drawn)[first : first + len(windows)] * apart
+
+
 def train_batch(tokens, cfg, step: int, index: int, device, apart: int = 1):
     """Micro-batch `index` (over all ranks) of optimizer step `step`; windows begin at multiples of `apart`.
 
     Returns: (inputs, targets), each (batch_size, block_size) int64.
     """
-    rng = np.random.default_rng((cfg.seed, step, index))
-    starts = rng.integers(-(-(len(tokens) - cfg.block_size) // apart), size=cfg.batch_size) * apart
-    return windows(tokens, starts, cfg.block_size, device)
+    numbers = range(index * cfg.batch_size, (index + 1) * cfg.batch_size)
+    return windows(tokens, starts_of(len(tokens), cfg, step, numbers, apart), cfg.block_size, device)
 
 
 def few_windows(tokens, config):

@@ -230,6 +230,8 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if why_not and ranks.main:
         say(f"{why_not}; going on from step {file['progress']['iter']} of {source}")
     run = asked.resumed(explicit, file["run"])
+    for note in run.other_split(file["run"]) if ranks.main else ():
+        say(note)
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)
 

@@ -664,6 +664,36 @@ def test_a_resume_is_refused_what_makes_another_run(run, asked, wanted):
     assert moved.resumed({"teacher"}, Config(teacher="out/base").resolve()).teacher == "out/moved"
 
 
+def resplit(run: dict, **asked) -> Config:
+    return Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
+
+
+def test_a_resumed_run_may_split_its_steps_otherwise():
+    """If they keep their windows; and it says what that means."""
+    run = {"batch_size": 8, "gradient_accumulation_steps": 2, "dropout": 0.1, "mask_end": True}
+    began = Config(**run).resolve()
+    now = resplit(run, batch_size=4, gradient_accumulation_steps=4)
+    assert (now.batch_size, now.gradient_accumulation_steps, now.draw_size) == (4, 4, 8)
+    assert now.other_split(began) == [
+        "a step's windows go through as 4 x 4, not 2 x 8: the run goes on equal to rounding, not to the bit, "
+        "but for dropout's masks and mask_end's means, which are a micro-batch's own"
+    ]
+    assert not now.other_split(now) and now.resumed({"init_from"}, now) == now
+    again = Config(batch_size=16).resumed({"batch_size", "gradient_accumulation_steps"}, now)
+    assert (again.batch_size, again.gradient_accumulation_steps, again.draw_size) == (16, 1, 8)
+    plain = resplit({}, batch_size=8, gradient_accumulation_steps=2).other_split(Config())
+    assert plain[0].endswith("not 1 x 16: the run goes on equal to rounding, not to the bit")
+    fake = {"aux_weight": 0.1, "anchor_target": "batch"}
+    held = resplit(fake, batch_size=8, gradient_accumulation_steps=2).other_split(Config(**fake))
+    assert "but for the means that anchor_target=batch holds to" in held[0]
+
+
+@pytest.mark.parametrize("asked", [{"batch_size": 4}, {"gradient_accumulation_steps": 4}])
+def test_another_number_of_windows_is_another_run(asked):
+    with refuses("windows a step are not the 2 x 8 of the run in"):
+        resplit({"batch_size": 8, "gradient_accumulation_steps": 2}, **asked)
+
+
 def test_without_a_taper_the_gate_knobs_bind_nothing():
     assert set_by("--warmup_iters=0").resolve().gate_start == 0
     assert set_by("--gate_end=99999").resolve().gate_end == 99999

@@ -149,6 +149,40 @@ def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
                 assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
 
 
+@pytest.fixture(scope="module")
+def two_by_four(corpus, tmp_path_factory) -> Path:
+    """A run of 2 x 4 windows a step, with checkpoints of its steps 16, between two log lines, and 30."""
+    out, knobs = tmp_path_factory.mktemp("two_by_four") / "run", {"batch_size": 4, "dtype": "float64"}
+    knobs |= {"gradient_accumulation_steps": 2, "taper": "all", "max_iters": 30, "ckpt_interval": 16}
+    train(*flags(out, corpus, **knobs, gate_start=18, gate_end=25))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "ranks"), [(8, 1), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (1, 2, 4))]
+)
+def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, accumulated, ranks):
+    """In float64 it goes on as the same run, through both boundaries."""
+    again, size = tmp_path / "again", 8 // accumulated
+    shutil.copytree(two_by_four, again)
+    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
+    assert final(again)["progress"]["iter"] == 16
+    other = (f"--batch_size={size}", f"--gradient_accumulation_steps={accumulated}")
+    process = launch("--init_from=resume", f"--out_dir={again}", *other, ranks=ranks, stdout=-1, stderr=-2)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    same = size == 4
+    assert said.count(f"as {accumulated} x {size}, not 2 x 4: the run goes on equal to rounding") == (
+        not same
+    )
+    assert final(again)["run"]["draw_size"] == (None if same else 4)
+    for name, tensor in final(two_by_four)["state"].items():
+        torch.testing.assert_close(final(again)["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    for a, b in zip(metrics(two_by_four), metrics(again), strict=True):
+        for k in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
+            assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
+
+
 def rank_main(rank, folder):
     where = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
