@@ -336,11 +336,10 @@ def main(held: ExitStack):
     def batch_of(k: int):
         """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
         indices = map(ranks.index, range(step.micro_steps))
-        apart = corpus.get("block_size", 1)  # of a corpus that is cut into windows
-        batches = [train_batch(train_tokens, cfg, k, index, device, apart) for index in indices]
+        batches = [train_batch(train_tokens, cfg, k, i, device, corpus.get("block_size")) for i in indices]
         return map(torch.stack, zip(*batches, strict=True))
 
-    tokens_per_iter = cfg.windows_a_step() * cfg.block_size
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
     remedy = f"{folder.newest} keeps the last good state. {better}"
     interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step

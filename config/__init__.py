@@ -15,12 +15,13 @@ from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
 from nanonorm.schedules import check_gates, settle_gates, tapers
+from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
 # moved, and is recognized by its weights. A step's windows may be split otherwise, if they stay as many: that
-# changes what is computed by rounding, and what is a micro-batch's own (`other_split`).
+# changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
 AGAIN, SPLIT = Anew("resume"), Anew("split")
 GATES = Needs("taper", tapers)
 START = Needs("taper", lambda c: tapers(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
@@ -228,7 +229,8 @@ class Config(ModelKnobs):
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs
         that were named. Raises: BadInput if that is another run."""
-        for name in sorted(explicit - free_on_resume() - SPLITS):
+        free = free_on_resume() | free_on_resume(SPLIT)
+        for name in sorted(explicit - free):
             asked, recorded = getattr(self, name), getattr(run, name)
             if asked is not None and asked != recorded:
                 remedy = "leave it out, or name another out_dir"
@@ -240,42 +242,15 @@ class Config(ModelKnobs):
         if "teacher" in explicit and (self.teacher is None) != (run.teacher is None):
             began = f"the run in {self.out_dir} began with teacher={run.teacher}"
             raise BadInput(f"{began}; leave teacher={self.teacher} out, or name another out_dir")
-        free = (free_on_resume() | SPLITS) - {"init_from"}  # what it began with stays on record
-        anew = explicit & free | {"out_dir"}
+        anew = explicit & free - {"init_from"} | {"out_dir"}  # what it began with stays on record
         now = dataclasses.replace(run, **{name: getattr(self, name) for name in anew})
-        if now.windows_a_step() != run.windows_a_step():
-            split = f"{now.split()} windows a step are not the {run.split()} of the run in {self.out_dir}"
-            raise BadInput(f"{split}; gradient_accumulation_steps x batch_size must stay the same")
-        if now.split() != run.split():
-            now.draw_size = run.draw_size or run.batch_size
+        keep_windows(now, run)
         return now.resolve()
 
-    def windows_a_step(self) -> int:
-        return self.gradient_accumulation_steps * self.batch_size
 
-    def split(self) -> str:
-        """How a step's windows go through, in words."""
-        return f"{self.gradient_accumulation_steps} x {self.batch_size}"
-
-    def other_split(self, before: "Config") -> list[str]:
-        """What it means, in words, that a run goes on with another split of its steps than `before`."""
-        if self.split() == before.split():
-            return []
-        follows_batch = self.aux_weight > 0 and self.anchor_target == "batch"
-        own = {"dropout's masks": self.dropout, "mask_end's means": self.mask_end}
-        own |= {"the means that anchor_target=batch holds to": follows_batch}
-        changed = " and ".join(what for what, happens in own.items() if happens)
-        but_for = f", but for {changed}, which are a micro-batch's own" if changed else ""
-        split = f"a step's windows go through as {self.split()}, not {before.split()}"
-        return [f"{split}: the run goes on equal to rounding, not to the bit{but_for}"]
-
-
-def free_on_resume() -> set[str]:
-    """The knobs that a resumed run may set anew."""
-    return {name for name, of_knob in facts(Config, Anew).items() if AGAIN in of_knob}
-
-
-SPLITS = {name for name, of_knob in facts(Config, Anew).items() if SPLIT in of_knob}
+def free_on_resume(fact: Anew = AGAIN) -> set[str]:
+    """The knobs that a resumed run may set anew; with SPLIT, those by which it splits its steps otherwise."""
+    return {name for name, of_knob in facts(Config, Anew).items() if fact in of_knob}
 
 
 def free_of_weights() -> set[str]:

@@ -30,13 +30,14 @@ def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> 
     return np.concatenate(drawn)[first : first + len(windows)] * apart
 
 
-def train_batch(tokens, cfg, step: int, index: int, device, apart: int = 1):
-    """Micro-batch `index` (over all ranks) of optimizer step `step`; windows begin at multiples of `apart`.
+def train_batch(tokens, cfg, step: int, index: int, device, cut: int | None = None):
+    """Micro-batch `index` (over all ranks) of optimizer step `step`. cut: tokens of a window of a corpus that
+    is cut into windows (data/windows.py); None: a window begins anywhere.
 
     Returns: (inputs, targets), each (batch_size, block_size) int64.
     """
     numbers = range(index * cfg.batch_size, (index + 1) * cfg.batch_size)
-    return windows(tokens, starts_of(len(tokens), cfg, step, numbers, apart), cfg.block_size, device)
+    return windows(tokens, starts_of(len(tokens), cfg, step, numbers, cut or 1), cfg.block_size, device)
 
 
 def few_windows(tokens, config):

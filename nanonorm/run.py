@@ -29,6 +29,7 @@ from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
 from nanonorm.ranks import Ranks
+from nanonorm.split import other_split
 from nanonorm.typed import STRICT, Record, Whole, printable, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
@@ -230,7 +231,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if why_not and ranks.main:
         say(f"{why_not}; going on from step {file['progress']['iter']} of {source}")
     run = asked.resumed(explicit, file["run"])
-    for note in run.other_split(file["run"]) if ranks.main else ():
+    for note in other_split(run, file["run"]) if ranks.main else ():
         say(note)
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)

@@ -32,6 +32,7 @@ from nanonorm.files import atomic_write, folder_name
 from nanonorm.knobs import Anew, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
+from nanonorm.split import other_split
 from nanonorm.typed import check, in_words
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
@@ -675,17 +676,19 @@ def test_a_resumed_run_may_split_its_steps_otherwise():
     began = Config(**run).resolve()
     now = resplit(run, batch_size=4, gradient_accumulation_steps=4)
     assert (now.batch_size, now.gradient_accumulation_steps, now.draw_size) == (4, 4, 8)
-    assert now.other_split(began) == [
+    assert other_split(now, began) == [
         "a step's windows go through as 4 x 4, not 2 x 8: the run goes on equal to rounding, not to the bit, "
         "but for dropout's masks and mask_end's means, which are a micro-batch's own"
     ]
-    assert not now.other_split(now) and now.resumed({"init_from"}, now) == now
+    assert not other_split(now, now) and now.resumed({"init_from"}, now) == now
     again = Config(batch_size=16).resumed({"batch_size", "gradient_accumulation_steps"}, now)
     assert (again.batch_size, again.gradient_accumulation_steps, again.draw_size) == (16, 1, 8)
-    plain = resplit({}, batch_size=8, gradient_accumulation_steps=2).other_split(Config())
+    plain = resplit({}, batch_size=8, gradient_accumulation_steps=2)
+    plain = other_split(plain, Config())
     assert plain[0].endswith("not 1 x 16: the run goes on equal to rounding, not to the bit")
     fake = {"aux_weight": 0.1, "anchor_target": "batch"}
-    held = resplit(fake, batch_size=8, gradient_accumulation_steps=2).other_split(Config(**fake))
+    held = resplit(fake, batch_size=8, gradient_accumulation_steps=2)
+    held = other_split(held, Config(**fake))
     assert "but for the means that anchor_target=batch holds to" in held[0]
 
 
