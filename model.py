@@ -162,7 +162,7 @@ class Identity(nn.Module):
 
 
 class Norm(nn.Module):
-    """x * inverse(h) * weight [+ bias], x = h or, if it `centres`, h - mean(h): a norm that has a statistic.
+    """x * inverse(x) * weight [+ bias], x = h or, if it `centres`, h - mean(h): a norm that has a statistic.
 
     `inverse`, `centres`, the gain `weight` and the shift `bias` are all that tapers, the anchor, calibration
     and fold ask of it. A weightless one has neither gain nor shift.
@@ -176,20 +176,21 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim)) if gain else None
         self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
 
-    def inverse(self, h):
-        """What a token is multiplied by. (..., D) -> (..., 1), float32 or better"""
+    def inverse(self, x):
+        """What a token is multiplied by, from x = centred(h). (..., D) -> (..., 1), float32 or better"""
         raise NotImplementedError
 
     def scale(self, h):
         """What a token is divided by, s(h) of the anchor. (..., D) -> (..., 1)"""
-        return 1 / self.inverse(h)
+        return 1 / self.inverse(self.centred(h))
 
     def centred(self, h):
         x = upcast(h)
         return x - x.mean(-1, keepdim=True) if self.centres else x
 
     def normalize(self, h, weight, bias):
-        y = self.centred(h) * self.inverse(h)
+        x = self.centred(h)
+        y = x * self.inverse(x)
         y = y if weight is None else y * weight
         return (y if bias is None else y + bias).to(h.dtype)
 
@@ -197,14 +198,15 @@ class Norm(nn.Module):
         return self.normalize(h, self.weight, self.bias)
 
     def blend(self, h, weight, bias, fixed):
-        """Part norm, part fixed scaling: x * inverse(h) * weight + x * fixed [+ bias]."""
+        """Part norm, part fixed scaling: x * inverse(x) * weight + x * fixed [+ bias]."""
         x = self.centred(h)
         return torch.addcmul(self.normalize(x, weight, bias), x, fixed).to(h.dtype)
 
     def moments(self, h, weight):
-        """(|x w|^2 * inverse(h), |x w|^2) of every token. (..., D) -> (...), (...)"""
-        power = (self.centred(h) * weight).square().sum(-1, keepdim=True)
-        return (power * self.inverse(h)).squeeze(-1), power.squeeze(-1)
+        """(|x w|^2 * inverse(x), |x w|^2) of every token. (..., D) -> (...), (...)"""
+        x = self.centred(h)
+        power = (x * weight).square().sum(-1, keepdim=True)
+        return (power * self.inverse(x)).squeeze(-1), power.squeeze(-1)
 
     def bare(self) -> "Norm":
         """The same statistic, without gain and shift."""
@@ -217,8 +219,8 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """h/r(h) * weight [+ bias], r(h) = sqrt(|h|^2/D + eps)."""
 
-    def inverse(self, h):
-        return torch.rsqrt(upcast(h).square().mean(-1, keepdim=True) + self.eps)
+    def inverse(self, x):
+        return torch.rsqrt(upcast(x).square().mean(-1, keepdim=True) + self.eps)
 
     def scale(self, h):
         return torch.sqrt(upcast(h).square().mean(-1, keepdim=True) + self.eps)
@@ -236,9 +238,6 @@ class LayerNorm(RMSNorm):
     """(h - mean)/sigma * weight [+ bias], sigma = sqrt(var + eps)."""
 
     centres = True
-
-    def inverse(self, h):
-        return super().inverse(self.centred(h))
 
     def scale(self, h):
         return torch.sqrt(upcast(h).var(-1, keepdim=True, correction=0) + self.eps)
@@ -325,7 +324,7 @@ DELTA = 1e-12  # keeps c finite where the stream is 0
 class Taper(Tracker):
     """A norm that the gate g turns into a fixed scaling (TaperNorm); x and inverse as in Norm:
 
-        g * x * inverse(h) * weight + (1-g) * c * x * weight_tilde [+ bias]
+        g * x * inverse(x) * weight + (1-g) * c * x * weight_tilde [+ bias]
 
     Phase "norm" is the plain norm (the baseline's own kernel), "blend" the formula, "scale" its g = 0 case.
     Eval mode is always at g = 0, before calibration with the c that it would give now. Gain and shift are its
@@ -360,7 +359,7 @@ class Taper(Tracker):
         return scaled(h, self.fixed(), self.bias, self.norm.centres)
 
     def observe(self, h):
-        """num = |x w|^2 * inverse(h) and den = |x w|^2 of every token. h: (B, T, D), or (B, T, heads, C)."""
+        """num = |x w|^2 * inverse(x) and den = |x w|^2 of every token. h: (B, T, D), or (B, T, heads, C)."""
         h = (h[:, 1:] if self.skip_first else h).detach()
         self.add(*self.norm.moments(h, self.weight.detach()))
 
@@ -393,7 +392,7 @@ class Taper(Tracker):
 class MeanScaleTaper(Taper):
     """FakeLN: c = 1 / mean of the scale, and one gain, which trains from the first step to the last.
 
-        (g * inverse(h) + (1-g) * c) * x * weight [+ bias]
+        (g * inverse(x) + (1-g) * c) * x * weight [+ bias]
 
     Its EMA moves once a step and is bias-corrected; FakeLN's moves once a micro-batch and starts from a file.
     c follows it as long as a gate is above 0: in step k it is made of the steps before k.
@@ -415,7 +414,8 @@ class MeanScaleTaper(Taper):
             return super().forward(h)
         if self.collecting():
             self.observe(h)
-        x, inverse = self.norm.centred(h), self.norm.inverse(h)
+        x = self.norm.centred(h)
+        inverse = self.norm.inverse(x)
 
         def at(gate):
             y = x * (gate * inverse + (1 - gate) * self.c) * self.weight
@@ -802,7 +802,7 @@ class Transformer(nn.Module):
         self.scale = statistic(c).scale  # s(h) of the anchor and the log, (B, T, D) -> (B, T, 1)
         self.anchor = None
         if c.aux_weight > 0:
-            self.anchor = ANCHORS[c.anchor_target](statistic(c), c.anchor_unit == "relative", c.ema_rate)
+            self.anchor = ANCHORS[c.anchor_target](statistic(c), c)
         # the schedule's, the host's to set; without a taper one that nobody reads
         self.register_buffer("gate", torch.ones(max(1, len(self.gate_sites()))), persistent=False)
         self.bind_gates()

@@ -111,7 +111,8 @@ class Step:
             single = self.forward.module if wrapped else self.forward
             # a warning that broadcast_buffers has another name now
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                self.forward = DistributedDataParallel(single, broadcast_buffers=False)
+                # the ranks' weights are equal since the first phase, a teacher's among them
+                self.forward = DistributedDataParallel(single, broadcast_buffers=False, init_sync=not wrapped)
         self.graph = Replayed(self.update) if self.cfg.cuda_graph else None
 
     def at(self, step: int):
@@ -180,7 +181,7 @@ class Step:
     def resume(self, start: Beginning):
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
         load_optimizer(self.optimizer, start.file, start.source)
-        sums = sums_of(start.progress, self.losses, start.source)
+        sums = sums_of(start, self.losses)
         sums *= self.cfg.gradient_accumulation_steps / start.file["run"].gradient_accumulation_steps
         if self.ranks.main:
             self.totals += sums.to(self.totals.device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanonorm.adapters import ADAPTER, adapted, merge
 from nanonorm.errors import BadInput
-from nanonorm.kernels import NOT_COUNTED, upcast
+from nanonorm.kernels import NOT_COUNTED, is_watched, upcast
 
 LOGITS_AT_ONCE = 1 << 25  # of a network, held at a time: 128 MiB in float32
 
@@ -36,6 +36,17 @@ def distill_loss(y, head, taught, teacher_head, targets, ce_weight: float, kl_we
     flat, flat_taught = y.flatten(0, 1), taught.detach().flatten(0, 1)
     weights = (ce_weight, kl_weight)
     return in_pieces(flat, *head, flat_taught, *teacher_head, targets.flatten(), weights, wants)
+
+
+def whole_distill_loss(logits, taught, targets, ce_weight: float, kl_weight: float):
+    """distill_loss of the logits of both, (B, T, V) each, which are held whole."""
+    student, teacher = (upcast(t).flatten(0, 1).log_softmax(-1) for t in (logits, taught.detach()))
+    targets = targets.flatten()
+    counts = targets != NOT_COUNTED  # (N)
+    n = counts.sum().clamp_min(1)
+    ce = F.nll_loss(student, targets, reduction="sum", ignore_index=NOT_COUNTED) / n
+    kl = (teacher.exp() * (teacher - student)).sum(-1).where(counts, 0).sum() / n
+    return ce_weight * ce + kl_weight * kl, ce.detach(), kl.detach()
 
 
 @torch.compiler.disable  # the pieces would be unrolled into one graph
@@ -138,7 +149,11 @@ class Distilled(nn.Module):
             taught = teacher.norm_final(teacher.stream(idx))
         x = student.stream(idx)
         y, weights = student.norm_final(x), (self.ce_weight, self.kl_weight)
-        loss, ce, kl = distill_loss(y, student.head(), taught, teacher.head(), targets, *weights)
+        heads = [m.lm_head for m in (student, teacher) if m.lm_head is not None]
+        if any(is_watched(head) for head in heads):  # a hook fires where its module is called
+            loss, ce, kl = whole_distill_loss(student.logits(y), teacher.logits(taught), targets, *weights)
+        else:
+            loss, ce, kl = distill_loss(y, student.head(), taught, teacher.head(), targets, *weights)
         total, _, aux, stream = student.losses(x, loss, idx)
         return TaughtLosses(total, ce, aux, stream, kl)
 

@@ -9,7 +9,6 @@ A checkpoint is a model file with more in it: the optimizer's state, the setting
 """
 
 import difflib
-import json
 import shlex
 import uuid
 from contextlib import ExitStack, suppress
@@ -24,7 +23,15 @@ from tqdm import tqdm
 
 from nanonorm.cli import parse
 from nanonorm.errors import BadFile, BadInput, ModelError
-from nanonorm.files import TOKENIZER_FILES, atomic_write, hold_folder, read_file, write_file, writing
+from nanonorm.files import (
+    TOKENIZER_FILES,
+    atomic_write,
+    hold_folder,
+    read_file,
+    write_file,
+    write_json,
+    writing,
+)
 from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
@@ -121,15 +128,16 @@ def read_progress(file: dict, source: Path) -> tuple[Progress, dict]:
     return progress, versions
 
 
-def sums_of(progress: Progress, names: tuple[str, ...], source: Path) -> torch.Tensor:
+def sums_of(start: "Beginning", names: tuple[str, ...]) -> torch.Tensor:
     """The sums in a checkpoint, of the losses `names` and of 1. Earlier versions kept ce, aux and 1, and aux
     was all that is added to ce: with a teacher KL as well. Raises: BadInput."""
-    found = progress.totals
+    found, source = start.progress.totals, start.source
     if len(found) == 3:
         ce, aux, n = found
         if n and "kl" in names:
             before = "was written between log lines by a version that kept no sum of KL"
-            raise BadInput(f"{source} {before}; go on with it until the next log line, or start anew")
+            its = f"nanonorm at commit {start.ran_with.get('commit') or 'unknown'}, which wrote it"
+            raise BadInput(f"{source} {before}; go on with {its}, until the next log line, or start anew")
         kl = [torch.zeros_like(n)] if "kl" in names else []
         found = torch.stack((ce + aux, ce, aux, *kl, n))
     if len(found) != len(names) + 1:
@@ -362,8 +370,7 @@ class RunFolder:
         for name, content in tokenizer.items():
             with atomic_write(self.path / name) as f:
                 f.write(content)
-        with atomic_write(self.path / "config.json", "w") as f:
-            f.write(json.dumps(settings, indent=1) + "\n")
+        write_json(self.path / "config.json", settings, indent=1)
 
     @by_main_rank
     def log(self, line: dict):

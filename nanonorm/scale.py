@@ -24,11 +24,11 @@ class Tracker(nn.Module):
 
     quantities: tuple[str, ...]
     phases: tuple[str, ...] = ("norm",)  # in which it collects
-    repeating = False  # True while a block is computed once more for its backward
 
     def __init__(self, rate: float):
         super().__init__()
         self.phase = "norm"
+        self.repeating = False  # True while a block is computed once more for its backward
         self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*self.quantities, "ema_count"):
             self.register_buffer(name, torch.tensor(0.0))
@@ -107,10 +107,10 @@ class ScaleAnchor(Tracker):
 
     quantities = ("ema_s",)
 
-    def __init__(self, norm, relative: bool, ema_rate: float):
-        """norm: a bare model.Norm, whose `scale` is s."""
-        super().__init__(ema_rate)
-        self.norm, self.relative = norm, relative
+    def __init__(self, norm, cfg):
+        """norm: a bare model.Norm, whose `scale` is s; cfg: settings with anchor_unit and ema_rate."""
+        super().__init__(cfg.ema_rate)
+        self.norm, self.relative = norm, cfg.anchor_unit == "relative"
         self.register_buffer("target", torch.tensor(0.0))
 
     def forward(self, h, idx=None, end_token=None):
@@ -134,10 +134,10 @@ class BatchAnchor(nn.Module):
     that are neither first in their window nor the end of a text (1 if there are none). The distance is over
     all tokens, from the first step on, whatever the gates."""
 
-    def __init__(self, norm, relative: bool, ema_rate: float):
-        """norm: a bare model.Norm, whose `scale` is s. ema_rate: not read, there is no average."""
+    def __init__(self, norm, cfg):
+        """norm: a bare model.Norm, whose `scale` is s; cfg: settings with anchor_unit."""
         super().__init__()
-        self.norm, self.relative = norm, relative
+        self.norm, self.relative = norm, cfg.anchor_unit == "relative"
         self.register_buffer("target", torch.tensor(0.0), persistent=False)  # of the last one, for the log
 
     def forward(self, h, idx, end_token=None):

@@ -10,10 +10,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import batch, refuses, scale_of_difference, state_of, tiny, tokens
 from running import assert_same, final, launch, metrics, refused, train
 from test_memory import PROGRAM, ROOT
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from begin import untapered
@@ -23,6 +25,7 @@ from model import Transformer
 from nanonorm import adapters, distill
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks
 from scripts.couple import coupled
 from train import Step
@@ -430,6 +433,25 @@ def test_the_loss_is_that_of_the_two_networks():
     assert abs(losses.total - 0.3 * ce - 0.9 * kl) < 1e-12 and losses.aux == 0
 
 
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_hook_on_an_untied_head_fires_and_the_loss_is_the_same(whose):
+    model, _ = pair("llama-untied")
+    shake(model)
+    learns = list(adapters.learning(model.student).values())
+    model.ce_weight, (x, y), seen = 0.3, batch(), []
+    y = y.clone()
+    y[0, :5] = NOT_COUNTED
+    found = []
+    for hooked in (False, True):
+        if hooked:
+            getattr(model, whose).lm_head.register_forward_hook(lambda *_: seen.append(1))
+        losses = model(x, y)
+        grads = torch.autograd.grad(losses.total, learns)
+        found.append((losses.total.detach(), losses.ce, losses.kl, *grads))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-15)
+    assert seen
+
+
 def test_the_scale_loss_is_the_students_own():
     """FakeLN's, which looks at the tokens: the first of a window and the end token count for no target."""
     student, (x, y) = tiny("layernorm-all-fake", phase="blend"), batch()
@@ -482,6 +504,24 @@ def taught_step(student, module, **knobs) -> Step:
     run = dict(teacher="x", max_iters=9, warmup_iters=1, gate_start=3, gate_end=6, learning_rate=1e-3)
     cfg = Config(**run, **knobs, compile=False).resolve()
     return Step(student, cfg, torch.device("cpu"), torch.float64, Ranks(), module)
+
+
+def test_the_weights_go_to_the_other_ranks_once(monkeypatch):
+    """The teacher's among them, though DDP is made anew in each phase. One process stands for two here."""
+    made_equal, ranks = [], Ranks()
+    monkeypatch.setattr("torch.nn.parallel.distributed._sync_module_states", lambda **_: made_equal.append(1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks.size, (model, _) = 2, pair(dtype=torch.float32)
+        cfg = Config(gradient_accumulation_steps=2, max_iters=10, compile=False).resolve()
+        step = Step(model.student, cfg, torch.device("cpu"), torch.float32, ranks, model)
+        assert len(made_equal) == 1
+        for phase in ("blend", "scale"):
+            step.enter(phase)
+            assert isinstance(step.forward, DistributedDataParallel)
+    finally:
+        dist.destroy_process_group()
+    assert len(made_equal) == 1
 
 
 def test_without_adapters_all_of_the_student_learns():

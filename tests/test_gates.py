@@ -2,8 +2,11 @@
 and blocks that are computed twice."""
 
 import json
+from collections import Counter
 from dataclasses import fields, replace
+from functools import partialmethod
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from begin import begun_from
 from config import Config
 from forms import load_model
 from model import (
+    Block,
     LayerNorm,
     MeanScaleTaper,
     ModelKnobs,
@@ -39,6 +43,7 @@ from model import (
 from nanonorm import schedules
 from nanonorm.kernels import NOT_COUNTED, chunked_cross_entropy
 from nanonorm.ranks import Ranks
+from nanonorm.scale import BatchAnchor
 from nanonorm.schedules import gate_sites
 from nanonorm.timing import tensor_peak
 from train import Step
@@ -204,6 +209,14 @@ def test_a_site_is_the_formula_with_one_gain_values_and_gradients(centre, gates)
         assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
 
 
+def test_a_blend_centres_once(monkeypatch):
+    """One input serves both gates, and the statistic as well."""
+    seen, centred = [], LayerNorm.centred
+    monkeypatch.setattr(LayerNorm, "centred", lambda self, h: (seen.append(1), centred(self, h))[1])
+    fake_norm(True, "blend")(stream(2, 3), both=True)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("centre", [False, True])
 def test_in_its_norm_phase_it_is_the_norm_and_in_evaluation_a_scaling(centre):
     norm, h = fake_norm(centre, "norm"), stream(2, 3)
@@ -357,6 +370,11 @@ def test_a_batch_in_which_nothing_counts_has_the_target_1():
     assert losses.aux.item() == pytest.approx(0.5 * (s - 1).square().mean().item(), rel=1e-10)
 
 
+def test_the_batchs_own_target_reads_no_rate_and_keeps_no_average():
+    anchor = BatchAnchor(LayerNorm(24, 1e-6).bare(), SimpleNamespace(anchor_unit="relative"))
+    assert anchor.relative and not anchor.state_dict()
+
+
 def test_a_fixed_target_in_relative_units():
     model = tiny("layernorm", phase="blend", aux_weight=0.5, anchor_unit="relative")
     model.anchor.target.fill_(1.7)
@@ -477,6 +495,30 @@ def test_blocks_computed_twice_under_a_compiler(variant, dropout):
     assert losses == pytest.approx(reference, rel=1e-9)
     for name, value in state_of(once[1].model).items():
         torch.testing.assert_close(state_of(twice[1].model)[name], value, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm-all-aux", pytest.param(FAKE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, again, monkeypatch):
+    """And one for computing them again where the first time observes. The losses are those without."""
+    graphs, steps = [], []
+
+    def counting(graph, example_inputs):
+        graphs.append(steps[0].model.phase)
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(Block, "compile", partialmethod(torch.nn.Module.compile, backend=counting))
+    more = dict(ONE_BY_ONE if variant == FAKE else {"gate_end": 14}, max_iters=18)
+    cfg, step = small_run(variant, **more, compile="regional", grad_checkpoint=again)
+    steps.append(step)
+    losses = whole_run(step, cfg)
+    torch._dynamo.reset()
+    observes = ("norm", "blend") if variant == FAKE else ("norm",)
+    wanted = {phase: 1 + (again and phase in observes) for phase in ("norm", "blend", "scale")}
+    assert Counter(graphs) == wanted
+    eager_cfg, eager = small_run(variant, **more)
+    assert losses == pytest.approx(whole_run(eager, eager_cfg), rel=1e-9)  # float64, 18 steps of AdamW
 
 
 # ---------------------------------------------------------------------------------------------------------

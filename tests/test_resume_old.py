@@ -18,7 +18,7 @@ from running import metrics, train
 
 import model
 from nanonorm.files import read_file, write_file
-from nanonorm.run import Progress, sums_of
+from nanonorm.run import Beginning, Progress, sums_of
 
 OLD = Path(__file__).resolve().parent / "old_run"
 
@@ -79,10 +79,15 @@ def test_sums_of_before_the_total_go_on(reference, tmp_path):
 
 
 def test_sums_of_before_kl_go_on_from_a_log_line():
-    names, started = ("total", "ce", "aux", "kl"), dict(run_id="0", iter=7)
-    sums = Progress(**started, totals=torch.zeros(3).double())
-    assert sums_of(sums, names, "ckpt.pt").tolist() == [0] * 5
-    with refuses("between log lines by a version that kept no sum of KL; go on"):
-        sums_of(Progress(**started, totals=torch.tensor([2.0, 1.0, 1.0])), names, "ckpt.pt")
+    def at(totals) -> Beginning:
+        progress = Progress(run_id="0", iter=7, totals=totals)
+        return Beginning(None, source=Path("ckpt.pt"), progress=progress, ran_with={"commit": "d63f5d0"})
+
+    names = ("total", "ce", "aux", "kl")
+    assert sums_of(at(torch.zeros(3).double()), names).tolist() == [0] * 5
+    with refuses(
+        "that kept no sum of KL; go on with nanonorm at commit d63f5d0, which wrote it, until the next"
+    ):
+        sums_of(at(torch.tensor([2.0, 1.0, 1.0])), names)
     with refuses("it should have 4 sums, not 5"):
-        sums_of(Progress(**started, totals=torch.zeros(5)), names[:3], "ckpt.pt")
+        sums_of(at(torch.zeros(5)), names[:3])
