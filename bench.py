@@ -14,7 +14,6 @@ takes above it is norms, element-wise work and launches. Prints tables, then a l
 
 import copy
 import itertools
-import json
 import platform
 import random
 import sys
@@ -30,9 +29,8 @@ import torch.nn.functional as F
 
 from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
 from model import NORMS, KVCache, ModelConfig, ModelKnobs, Transformer, attend
-from nanonorm.cli import parse
+from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import write_json
 from nanonorm.knobs import Needs, facts, is_read, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
@@ -396,8 +394,7 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
         need_onnx()
     files = ("out", k.out, ".json"), ("figure", k.figure, ".png"), ("speedups", k.speedups, ".png")
     for name, path, kind in files:
-        if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
-            raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+        check_out(name, path, kind)
     if k.speedups is not None and len(k.seq) > 1:
         raise BadInput(f"speedups={k.speedups} is over batch sizes: name one --seq, not {len(k.seq)}")
     if k.figure is not None or k.speedups is not None:
@@ -452,14 +449,12 @@ def main(argv: list[str]):
     report = dict(settings=settings, path=path, model=asdict(shape), machine=hardware(device),
                   torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
                   work=unit, differences=differences, rows=figures)  # fmt: skip
-    if k.out:
-        write_json(k.out, report)
+    finish(report, k.out)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.figure:
         draw_bars(k.figure, figures, FLOOR, title)
     if k.speedups:
         draw_speedups(k.speedups, figures, FLOOR, f"{title}, seq {k.seq[0]}")
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import json
 import os
 import shlex
 import stat
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT, folder_name
+from nanonorm.files import ROOT, folder_name, write_json
 from nanonorm.typed import check, check_text, hints, in_words
 
 
@@ -60,6 +61,19 @@ def parse_flags(cls, usage: str = ""):
     if words:
         raise BadInput(f"unexpected word {words[0]!r}; flags are written --key=value, and --help lists them")
     return config, explicit
+
+
+def check_out(name: str, path: str | None, kind: str):
+    """Raises: BadInput unless the knob `name` is None or a file of that kind (".json") that can be made."""
+    if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
+        raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+
+
+def finish(report: dict, out: str | None = None):
+    """Print what a command found as its last line, JSON, and keep it in the file `out`."""
+    if out is not None:
+        write_json(out, report)
+    print(f"\n{json.dumps(report)}")
 
 
 def set_knob(config, name: str, value, where: str, text: bool = False):

@@ -20,7 +20,6 @@ to the first PATH; "its gap" is the paper's, to its vanilla, and stands only bes
 Prints a table, then a line of JSON, which --out=x.json keeps.
 """
 
-import json
 import math
 import platform
 import sys
@@ -37,9 +36,8 @@ from tqdm import tqdm
 from bench import hardware
 from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
 from model import Transformer
-from nanonorm.cli import parse
+from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import write_json
 from nanonorm.kernels import upcast
 from nanonorm.log import say
 from nanonorm.machine import pick_device
@@ -244,8 +242,7 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     if not words or not k.data:
         usage = "python scripts/evaluate.py PATH... --data=FOLDER[,FOLDER...]"
         raise BadInput(f"name networks and text to evaluate them on: {usage}")
-    if k.out is not None and not (k.out.endswith(".json") and Path(k.out).resolve().parent.is_dir()):
-        raise BadInput(f"out={k.out} must be a .json file in a folder that exists")
+    check_out("out", k.out, ".json")
     if k.calibration and (k.within or k.dtype == "bfloat16"):
         raise BadInput("--calibration has no losses to hold to --within, and computes in float32 or float64")
     return k, names
@@ -310,9 +307,7 @@ def main(argv: list[str]):
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}
-    if k.out:
-        write_json(k.out, report)
-    print(json.dumps(report))
+    finish(report, k.out)
     if k.within and not any(row["paper"] for row in rows):
         raise BadInput("--within: the paper has no figure of these networks on these texts")
     far = [row for row in rows if k.within and row.get("paper") and abs(row["ce"] - row["paper"]) > k.within]

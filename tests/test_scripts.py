@@ -71,7 +71,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     [
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
-        ("--out=no/folder.json", "does not exist"),
+        ("--out=no/folder.json", "in a folder that exists"),
         ("x", "unexpected word"),
         ("--block_size=64", "lower --seq"),
         ("--who=folded", "nobody in mode=train"),

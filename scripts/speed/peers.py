@@ -34,7 +34,7 @@ from begin import begun_from  # not found? pip install -e .
 from bench import hardware, taper_untrained
 from forms import FOLD_TOLERANCE, fold, from_file
 from model import Transformer
-from nanonorm.cli import parse_flags
+from nanonorm.cli import check_out, finish, parse_flags
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
@@ -42,7 +42,7 @@ from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
-from scripts.speed.tables import Shape, finish, in_words
+from scripts.speed.tables import Shape, in_words
 from scripts.studies.tables import markdown
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
@@ -309,8 +309,7 @@ def refuse(k: Peers):
     """Refuse what cannot be compared, before minutes are spent. Raises: BadInput."""
     if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
         raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
-    if k.out and not Path(k.out).resolve().parent.is_dir():
-        raise BadInput(f"out={k.out} is in a folder that does not exist")
+    check_out("out", k.out, ".json")
     longest = max(k.seq + 1, 8 + k.new_tokens)
     if longest > k.block_size:
         remedy = "lower --seq or --new_tokens"

@@ -1,10 +1,9 @@
-"""What the tables of speed share: the shape of the networks, a table of steps, the last line.
+"""What the tables of speed share: the shape of the networks, and a table of steps.
 
 Steps take turns (nanonorm/timing.py): whatever the machine does meanwhile falls on all. So a ratio of two
 times of the same round is worth having; a millisecond alone is not.
 """
 
-import json
 import random
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 
 from model import ModelConfig
-from nanonorm.files import write_json
 from nanonorm.timing import ratio, tensor_peak, time_rounds
 from nanonorm.typed import Count
 from scripts.studies.tables import markdown
@@ -52,10 +50,3 @@ def table(title: str, steps: dict, iters: int, memory: bool = False) -> dict[str
     heads = [title, "ms", f"{first} / this, quartiles", *(["peak, MB"] if memory else [])]
     print(f"\n{markdown(rows, heads)}", flush=True)
     return found
-
-
-def finish(report: dict, out: str | None = None):
-    """Print a report as the last line, JSON, and keep it in the file `out`."""
-    if out:
-        write_json(out, report)
-    print(f"\n{json.dumps(report)}")
