@@ -109,7 +109,7 @@ class Step:
         if self.ranks.size > 1:
             wrapped = isinstance(self.forward, DistributedDataParallel)  # for the phase before
             single = self.forward.module if wrapped else self.forward
-            # a warning that broadcast_buffers has another name now; after the first phase all weights are equal
+            # a warning that broadcast_buffers has another name; from the second phase on weights are equal
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 self.forward = DistributedDataParallel(single, broadcast_buffers=False, init_sync=not wrapped)
         self.graph = Replayed(self.update) if self.cfg.cuda_graph else None

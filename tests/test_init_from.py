@@ -99,7 +99,7 @@ def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread
     assert_same_run(tmp_path / "columns", stopped)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize("how", ["two ranks", "compiled"])
 def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus, tmp_path):
     """Gradients in the layout of their matrices, whoever sums or computes them; float64, up to rounding."""
