@@ -6,10 +6,12 @@
 
 PATH is a run folder, a model file, a Hugging Face folder or a hub id, of a network with RMSNorm. A block's
 MLP then divides by alpha r(x) where it divided by r(h): x and h are the stream before attention and before
-the MLP, r their RMS. A block's alpha is the sum of r(h) over tokens by that of r(x), the first position left
-out, where r is another; it goes into the gain of the MLP's norm. --alpha=mean is one for the network, the
-mean over the coupled blocks (CoupledNorm, 5.3); layer is a block's own, which costs nothing as it folds, and
-is not in the paper. The first --keep blocks keep RMSNorm, where the stream jumps.
+the MLP, r their RMS. A block's alpha is the one by which the MLP's input is least wrong, in squares, over all
+positions but the first, where r is another; it goes into the gain of the MLP's norm. --alpha=layer is a
+block's own, which costs nothing as it folds, and is not in the paper; mean is one for the network, the mean
+over the coupled blocks (CoupledNorm, 5.3). The first --keep blocks keep RMSNorm, where the stream jumps.
+What is left open is chosen by what is measured: the fewest kept blocks whose KL is within a tenth of the
+least in the table, and with them the alpha of the least KL.
 
 Prints the RMS by block, and how far each choice is from the original before anything is trained. Writes a
 folder: model.pt, the tokenizer, couple.md with the same tables, couple.json with their numbers, and rms.png
@@ -46,7 +48,7 @@ from scripts.studies.figures import Figures
 from scripts.studies.residual import LINES, watched
 from scripts.studies.tables import markdown
 
-JUMP = 1.5  # a block whose growth is so many times the median's keeps RMSNorm
+WITHIN = 0.1  # of the least KL
 KEPT = (0, 1, 2, 4)  # numbers of kept blocks in the table of choices
 AT_ONCE = 2048  # tokens in one forward pass
 
@@ -57,8 +59,9 @@ class Couple:
 
     out: str | None = None  # the folder to make
     data: str | None = None  # a folder under data/, or the path of a prepared corpus, in the network's tokens
-    alpha: Literal["mean", "layer", "none"] | Positive = "mean"  # one for all blocks, one each, 1, or this
-    keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: to the last that jumps
+    # one for all blocks, one each, 1, this number, or auto: of the first three what the KL says
+    alpha: Literal["auto", "mean", "layer", "none"] | Positive = "auto"
+    keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: as few as the KL allows
     tokens: Count = 16_384  # of training text, that are measured
     window: Count = 512  # tokens of a window, at most the network's context
     compared: Count = 2048  # of validation text, on which the choices are compared
@@ -77,41 +80,46 @@ def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.n
 
 
 @torch.no_grad()
-def stream_rms(model: Transformer, batches) -> torch.Tensor:
-    """The stream's mean r before attention and before the MLP of each block, (2, n_layer, 2) in float64: at
-    the first position of a window, and over all later ones. batches: ids (B, T)."""
+def stream_rms(model: Transformer, batches) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the stream's mean r before attention and before the MLP of each block, (2, n_layer, 2): at the first
+    position of a window, and over all later ones; each block's own alpha, (n_layer)), in float64. batches:
+    ids (B, T).
+
+    The MLP's input becomes q / alpha times what it was, q = r(h) / r(x); alpha = E q^2 / E q minimizes
+    E (q / alpha - 1)^2 over the later tokens.
+    """
     n_layer, norm = model.config.n_layer, RMSNorm(model.config.n_embd, model.config.norm_eps)
     sums, tokens = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1)
+    moments = torch.zeros(2, n_layer, dtype=torch.float64)
 
     def see(i, *stream):
         r = torch.stack([norm.inverse(h).reciprocal().double()[..., 0] for h in stream])  # (2, B, T)
+        q = (r[1] / r[0])[:, 1:]
         sums[:, i] += torch.stack((r[..., 0].sum(1), r[..., 1:].sum((1, 2)))).cpu()
+        moments[:, i] += torch.stack((q.sum(), q.square().sum())).cpu()
 
     with watched(model, see):
         for idx in batches:
             model(idx, last_only=True)
             tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
-    return sums / tokens
+    return sums / tokens, moments[1] / moments[0]
 
 
-def growth_of(rms) -> torch.Tensor:
-    """By which factor the stream grows from attention's input to the MLP's, by block. (2, L, 2) -> (L)"""
-    return rms[1, :, 1] / rms[1, :, 0]
-
-
-def proposed_keep(growth) -> int:
-    """How many of the first blocks keep RMSNorm: up to the last in the first half that jumps."""
-    jumps = (growth[: len(growth) // 2] > JUMP * growth.median()).nonzero()
-    return int(jumps.max()) + 1 if len(jumps) else 0
-
-
-def alphas_of(growth, keep: int, alpha: str | float) -> torch.Tensor:
-    """The alpha of every coupled block, (L - keep)."""
-    own = growth[keep:]
+def alphas_of(own, keep: int, alpha: str | float) -> torch.Tensor:
+    """The alpha of every coupled block, (L - keep). own: each block's own, (L)."""
+    own = own[keep:]
     if alpha == "layer":
         return own
     value = {"mean": own.mean(), "none": 1.0}.get(alpha, alpha)
     return torch.full_like(own, float(value))
+
+
+def chosen(kls: dict[tuple, float], cfg: Couple) -> tuple:
+    """The (kept blocks, alpha) to write, of those that `cfg` leaves open. kls: {(kept, alpha): KL}."""
+    left = {c: kl for c, kl in kls.items() if cfg.keep in ("auto", c[0]) and cfg.alpha in ("auto", c[1])}
+    least = min(left.values())
+    near = [c for c, kl in left.items() if kl - least <= WITHIN * abs(least)]
+    return min(near, key=lambda c: (c[0], left[c]))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -153,15 +161,15 @@ def progress(label: str, networks: list[Transformer], tokens: int):
             hook.remove()
 
 
-def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, keep: int, val, apart) -> dict:
-    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val`.
-    before: the original, which runs once."""
+def compare(file: dict, path: Path, before: Transformer, own, cfg: Couple, val, apart: int) -> dict:
+    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val` that
+    begin at multiples of `apart`. before: the original, which runs once; own: each block's alpha, (L)."""
     device = before.tok_emb.weight.device
     T = min(cfg.window, before.config.block_size, len(val) - 1)
     x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
-    kept = sorted({k for k in (*KEPT, keep) if k < len(growth)})
-    ways = dict.fromkeys(("none", "mean", "layer", cfg.alpha))
-    choices = {(k, alpha): alphas_of(growth, k, alpha) for k in kept for alpha in ways}
+    kept = sorted({*KEPT, *{cfg.keep} - {"auto"}})
+    ways = dict.fromkeys(("none", "mean", "layer", *{cfg.alpha} - {"auto"}))
+    choices = {(k, alpha): alphas_of(own, k, alpha) for k in kept if k < len(own) for alpha in ways}
     afters = [coupled(file, path, k, alphas).to(device) for (k, _), alphas in choices.items()]
     for after in afters:
         after.rope = before.rope  # of a long context the largest tensor that they do not share
@@ -175,15 +183,15 @@ def compare(file: dict, path: Path, before: Transformer, growth, cfg: Couple, ke
 # told
 
 
-def rms_table(rms, growth) -> str:
+def rms_table(rms, own) -> str:
     head = ["block", "before attention", "before the MLP", "alpha", "first position", "before its MLP"]
     rows = []
     for i, (first, later) in enumerate(zip(*rms.tolist(), strict=True)):
-        rows.append([i, *(f"{v:.4g}" for v in (*later, growth[i].item(), *first))])
+        rows.append([i, *(f"{v:.4g}" for v in (*later, own[i].item(), *first))])
     return markdown(rows, head)
 
 
-def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: tuple) -> str:
+def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], choice: tuple) -> str:
     head = [
         "kept",
         "alpha",
@@ -198,29 +206,29 @@ def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], chosen: t
         low, high = alphas.min().item(), alphas.max().item()
         values = f"{low:.4f}" if low == high else f"{low:.4f} to {high:.4f}"
         numbers = f"{d.after:.4f}", f"{d.after - d.before:+.4f}", f"{d.kl:.5f}"
-        rows.append([kept, alpha, values, *numbers, "written" if (kept, alpha) == chosen else ""])
+        rows.append([kept, alpha, values, *numbers, "written" if (kept, alpha) == choice else ""])
     return markdown(rows, head)
 
 
-def as_json(rms, growth, found: dict[tuple, tuple[torch.Tensor, Divergence]], proposed: int) -> dict:
+def as_json(rms, own, found: dict[tuple, tuple[torch.Tensor, Divergence]], choice: tuple) -> dict:
     """What couple.json holds. rms: by position (first, later), block, place (attention's input, MLP's)."""
     choices = []
     for (kept, alpha), (alphas, d) in found.items():
         of_choice = {"kept": kept, "alpha": alpha, "alphas": alphas.tolist()}
         choices.append(of_choice | {"original": d.before, "cross_entropy": d.after, "kl": d.kl})
-    return {"rms": rms.tolist(), "growth": growth.tolist(), "proposed_keep": proposed, "choices": choices}
+    return {"rms": rms.tolist(), "alphas": own.tolist(), "written": choice, "choices": choices}
 
 
-def draw(figures: Figures, rms, growth, keep: int) -> str:
-    """The stream by block, the first position apart, and its growth within a block; returns its markdown."""
+def draw(figures: Figures, rms, own, keep: int) -> str:
+    """The stream by block, the first position apart, and the alphas; returns its markdown."""
     fig, axes = figures.axes(1, 3, 2.4)
-    blocks = np.arange(len(growth))
+    blocks = np.arange(len(own))
     for ax, title, values in zip(axes, ("first position", "later positions"), rms.numpy(), strict=False):
         for (name, colour, line), of_place in zip(LINES, values.T, strict=True):
             ax.plot(blocks, of_place, line, color=colour, marker="o", markersize=3, label=name)
         figures.log_scale(ax, values.min() / 1.5, values.max() * 1.5)
         ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
-    axes[2].plot(blocks, growth, color="#000000", marker="o", markersize=3)
+    axes[2].plot(blocks, own, color="#000000", marker="o", markersize=3)
     axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3 if keep else 0)
     axes[2].set(xlabel="block", ylabel="alpha", title="growth in a block (grey: kept)")
     for ax in axes:
@@ -239,6 +247,8 @@ def main():
     base = config_of(file, path)
     if base.norm != "rmsnorm":
         raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
+    if cfg.keep != "auto" and cfg.keep >= base.n_layer:
+        raise BadInput(f"keep={cfg.keep} leaves none of the {base.n_layer} blocks of {path} to couple")
     T = min(cfg.window, base.block_size)
     data_folder = corpus_folder(cfg.data)
     corpus, train, val = open_corpus(data_folder, T)
@@ -251,21 +261,22 @@ def main():
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
         with progress("measuring", [network], count * T):
-            rms = stream_rms(network, batches)
-        growth = growth_of(rms)
-        proposed = proposed_keep(growth)
-        keep = proposed if cfg.keep == "auto" else cfg.keep
-        if keep >= len(growth):
-            raise BadInput(f"keep={keep} leaves none of the {len(growth)} blocks of {path} to couple")
-        said = f"{count} x {T} tokens of {corpus['source']}. Proposed: the first {proposed} blocks are kept"
-        said += f" and alpha is {growth[proposed:].mean():.4f}, the mean over the others."
-        found = compare(file, path, network, growth, cfg, keep, torch.from_numpy(val), apart)
-        tables = [rms_table(rms, growth), said, choices_table(found, (keep, cfg.alpha))]
+            rms, own = stream_rms(network, batches)
+        found = compare(file, path, network, own, cfg, torch.from_numpy(val), apart)
+        choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
+        said = (
+            f"{count} x {T} tokens of {corpus['source']}. Written: the first {keep} blocks are kept and alpha"
+        )
+        said += (
+            f" is {alpha}; chosen if not named, as the fewest blocks whose KL is within {WITHIN:.0%} of the"
+        )
+        said += " least, and with them the alpha of the least KL."
+        tables = [rms_table(rms, own), said, choices_table(found, choice)]
         original = next(iter(found.values()))[1].before
         tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")
         print("\n\n".join(tables))
 
-        alphas = found[keep, cfg.alpha][0]
+        alphas = found[choice][0]
         student = coupled(file, path, keep, alphas).cpu()
         how = {"alpha": alphas.tolist(), "kept": keep, "from": str(path)}
         corpus_of = {"tokenizer_sha256": corpus["tokenizer_sha256"], "tokenizer": corpus["tokenizer"]}
@@ -275,10 +286,10 @@ def main():
             with atomic_write(folder / name) as f:
                 f.write(content)
         figures, settings = Figures(folder), " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
-        shown = draw(figures, rms, growth, keep)
+        shown = draw(figures, rms, own, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         with atomic_write(folder / "couple.json", "w") as f:
-            f.write(json.dumps(as_json(rms, growth, found, proposed), indent=1) + "\n")
+            f.write(json.dumps(as_json(rms, own, found, choice), indent=1) + "\n")
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")
 

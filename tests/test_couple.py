@@ -14,7 +14,7 @@ from tqdm import tqdm
 from forms import fold, load_model
 from model import CoupledBlock, KVCache, Transformer
 from nanonorm.divergence import divergence, divergences
-from scripts.couple import alphas_of, coupled, growth_of, proposed_keep, stream_rms
+from scripts.couple import Couple, alphas_of, chosen, coupled, stream_rms
 
 
 def rms(h, eps: float):
@@ -23,25 +23,29 @@ def rms(h, eps: float):
 
 @every_family
 @torch.no_grad()
-def test_alpha_is_the_ratio_of_the_sums(family):
-    """Of r(h) and of r(x) over tokens, the first position left out; batches of different sizes."""
+def test_alpha_makes_the_mlps_input_least_wrong(family):
+    """As lstsq has it, the first position left out; batches of different sizes. And the means of r."""
     model, batches = teacher_of(family), [tokens(3, 16), tokens(1, 16, seed=1), tokens(2, 7, seed=2)]
-    sums, firsts = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    ratios, later, firsts = ([[] for _ in model.blocks] for _ in range(3))
     for idx in batches:
         x = model.tok_emb(idx)
         for i, block in enumerate(model.blocks):
             h = x + block.attn.proj(block.attn(block.norm_attn(x), model.rope[:, : idx.shape[1]]))
             r = torch.stack((rms(x, 1e-6), rms(h, 1e-6)))  # (2, B, T)
-            sums[i] += r[:, :, 1:].sum((1, 2))
-            firsts[i] += r[:, :, 0].sum(1)
+            ratios[i].append((r[1] / r[0])[:, 1:].flatten())
+            later[i].append(r[..., 1:].flatten(1))
+            firsts[i].append(r[..., 0])
             x = h + block.mlp(block.norm_mlp(h))
-    found = stream_rms(model, batches)
-    growth = growth_of(found)
-    torch.testing.assert_close(growth, sums[:, 1] / sums[:, 0], rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[0], firsts / 6, rtol=1e-12, atol=0)
-    torch.testing.assert_close(alphas_of(growth, 1, "layer"), growth[1:], rtol=0, atol=0)
-    torch.testing.assert_close(alphas_of(growth, 1, "mean"), growth[1:].mean().expand(2), rtol=1e-15, atol=0)
-    assert alphas_of(growth, 0, "none").tolist() == [1.0] * 3 and alphas_of(growth, 2, 1.5).tolist() == [1.5]
+    found, own = stream_rms(model, batches)
+    for i in range(len(model.blocks)):
+        q = torch.cat(ratios[i])[:, None]
+        inverse = torch.linalg.lstsq(q, torch.ones_like(q)).solution.item()
+        assert own[i].item() == pytest.approx(1 / inverse, rel=1e-9)
+        for position, r in enumerate((firsts, later)):
+            torch.testing.assert_close(found[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(alphas_of(own, 1, "layer"), own[1:], rtol=0, atol=0)
+    torch.testing.assert_close(alphas_of(own, 1, "mean"), own[1:].mean().expand(2), rtol=1e-15, atol=0)
+    assert alphas_of(own, 0, "none").tolist() == [1.0] * 3 and alphas_of(own, 2, 1.5).tolist() == [1.5]
     assert all(not block._forward_pre_hooks for block in model.blocks)
 
 
@@ -86,18 +90,29 @@ def test_all_but_the_mlps_gains_are_the_files_tensors():
     torch.testing.assert_close(others["blocks.2.norm_mlp.weight"] * 1.25, teacher.blocks[2].norm_mlp.weight)
 
 
+SMOLLM2 = {  # KL by (kept blocks, alpha), as once measured
+    (0, "mean"): 0.142, (0, "layer"): 0.079, (1, "mean"): 0.064, (1, "layer"): 0.0251,
+    (2, "mean"): 0.0363, (2, "layer"): 0.02004, (4, "mean"): 0.0378, (4, "layer"): 0.0199,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("growth", "kept"),
+    ("asked", "choice"),
     [
-        ([1.1] * 8, 0),
-        ([3.0, 1.1, 1.1, 1.1, 1.0, 1.1, 1.1, 1.1], 1),
-        ([3.0, 1.1, 1.1, 2.0, 1.1, 1.1, 1.1, 1.0], 4),
-        ([1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 4.0], 0),  # the end of a network is not its beginning
-        ([2.0], 0),
+        ({}, (2, "layer")),  # within a tenth of four kept blocks
+        ({"alpha": "mean"}, (2, "mean")),
+        ({"keep": 1}, (1, "layer")),
+        ({"keep": 0, "alpha": "mean"}, (0, "mean")),
     ],
 )
-def test_the_blocks_where_the_stream_jumps_keep_their_norm(growth, kept):
-    assert proposed_keep(torch.tensor(growth)) == kept
+def test_what_is_left_open_is_chosen_by_its_kl(asked, choice):
+    assert chosen(SMOLLM2, Couple(**asked)) == choice
+
+
+def test_a_network_that_nothing_changes_is_coupled_throughout():
+    """KL is rounding there, and may be below 0."""
+    assert chosen({(0, "layer"): -1e-9, (1, "layer"): -1e-9}, Couple()) == (0, "layer")
+    assert chosen({(0, "layer"): 0.1101, (1, "layer"): 0.1}, Couple()) == (1, "layer")
 
 
 def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):

@@ -195,10 +195,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     every = [run for found in runs.values() for run in found]
     before = distances(folder, Path(k.base), every[0], choices)
     teacher = next(iter(before.values())).before
-    rms, growth = torch.tensor(start["rms"]), torch.tensor(start["growth"])
+    rms, own = torch.tensor(start["rms"]), torch.tensor(start["alphas"])
     how = in_short(next(iter(runs.values())))
     text = ["# CoupledNorm in a trained network", command, about(base, every, SHAPE, how)]
-    text += ["## The stream", rms_table(rms, growth), draw_rms(figures, rms, growth, 0)]
+    text += ["## The stream", rms_table(rms, own), draw_rms(figures, rms, own, 0)]
     text.append("Means of r over tokens; alpha is of all positions but the first.")
     text += ["## Coupled, and not trained", untrained_table(start["choices"])]
     text.append(
