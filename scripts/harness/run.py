@@ -3,6 +3,7 @@
     python scripts/harness/run.py out/taper_30m                       # HellaSwag, MMLU, GPQA, from the hub
     python scripts/harness/run.py out/taper_30m --local               # what needs no hub: harness/tasks
     python scripts/harness/run.py DIR --local --text=book.txt         # bits a byte of a text of yours
+    python scripts/harness/run.py DIR --local --choices=FILE --tasks local_choice  # see continuations.py
     python scripts/harness/run.py DIR --limit 100 --device cuda       # any other flag is lm_eval's
 
 A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
@@ -35,6 +36,7 @@ class Harness:
 
     local: bool = False  # the tasks that need no hub, on the CPU
     text: str = str(ROOT / "LICENSE")  # file for the local bits a byte
+    choices: str = str(TASKS / "choices.jsonl")  # file for the local choices, as continuations.py makes them
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
 
 
@@ -94,8 +96,9 @@ def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: P
 
 def main() -> int:
     k, path, flags = read_command(sys.argv[1:])
-    if not Path(k.text).is_file():
-        raise BadInput(f"text={k.text} is no file")
+    for name in ("text", "choices"):
+        if not Path(getattr(k, name)).is_file():
+            raise BadInput(f"{name}={getattr(k, name)} is no file")
     refuse(k)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -103,12 +106,12 @@ def main() -> int:
         put_model(path, work / "model")
         # links, since lm_eval takes some characters of a path for its own
         (work / "text").symlink_to(Path(k.text).resolve())
-        (work / "tasks").symlink_to(TASKS)
+        (work / "choices").symlink_to(Path(k.choices).resolve())
         model_args = f"pretrained={work}/model,trust_remote_code=True,dtype={k.dtype}"
         tasks, examples = ON_THE_HUB, 5
         if k.local:
             for task in TASKS.glob("*.yaml"):
-                text = task.read_text().replace("HERE", f"{work}/tasks").replace("TEXT", f"{work}/text")
+                text = task.read_text().replace("CHOICES", f"{work}/choices").replace("TEXT", f"{work}/text")
                 (work / task.name).write_text(text)
             os.environ["HF_HUB_OFFLINE"] = "1"
             tasks, examples = ("local_choice,local_text",), 0
