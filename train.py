@@ -31,10 +31,10 @@ from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from forms import export_files, proved
 from model import Block, Transformer
+from nanonorm import machine
 from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
-from nanonorm.machine import Replayed, flops_per_token, keep_freed_memory, set_up, uncompiled, widest_float
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
@@ -46,15 +46,16 @@ from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 @torch.no_grad()
 def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> list[float]:
     """Means of the losses named in `of`, nats per token, over the whole split in order, every token but the
-    first predicted once. module: called for losses, as Step's is."""
+    first predicted once. module: called for losses, as Step's `compiled` is."""
     T, n = cfg.block_size, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
     if n % T:
         batches.append((np.array([n - n % T]), n % T))
-    totals = torch.zeros(len(of), dtype=widest_float(device), device=device)
+    totals = torch.zeros(len(of), dtype=machine.widest_float(device), device=device)
     for first, length in batches[ranks.rank :: ranks.size]:
-        with autocast, uncompiled(cfg.compile):
+        whole = (len(first), length) == (cfg.batch_size, T)  # each shape would take a graph of its own
+        with autocast, nullcontext() if whole else machine.uncompiled(machine.how_compiled(cfg, device)):
             losses = module(*windows(tokens, first, length, device))
         found = torch.stack([getattr(losses, name) for name in of])
         totals += found.to(totals.dtype) * (len(first) * length)
@@ -74,8 +75,8 @@ class Step:
     any later one; `check` finds out.
 
     model: the network that trains; of it `learns`, by name: its adapters, or without any all; module: what is
-    called for the losses of a micro-batch, a Distilled around the model or the model itself. `forward` is the
-    module as it is called in training: compiled, and under DDP.
+    called for the losses of a micro-batch, a Distilled around the model or the model itself. `compiled` is
+    how it is called, compiled where that is asked for; `forward` is the same under DDP, to train.
     """
 
     def __init__(self, model: Transformer, cfg: Config, device: torch.device, dtype, ranks, module=None):
@@ -88,14 +89,10 @@ class Step:
         if cfg.gate_gaps is not None:
             self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
         self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
-        compiles = device.type == "cuda" if cfg.compile is None else cfg.compile
-        self.forward = torch.compile(self.module) if compiles is True else self.module
-        for block in self.module.modules() if compiles == "regional" else ():
-            if isinstance(block, Block):
-                block.compile()
+        self.forward = self.compiled = machine.compiled(self.module, Block, cfg, device)
         self.optimizer = make_optimizer(list(self.learns.values()), cfg, device)
         self.fused = self.optimizer.defaults["fused"]
-        self.totals = torch.zeros(len(self.losses) + 1, dtype=widest_float(device), device=device)
+        self.totals = torch.zeros(len(self.losses) + 1, dtype=machine.widest_float(device), device=device)
         self.number = torch.zeros((), dtype=torch.long, device=device)
         self.bad_step = torch.full_like(self.number, cfg.max_iters)  # the first that was not finite
         self.enter(model.phase)
@@ -108,11 +105,12 @@ class Step:
         self.trained = {name: p for name, p in self.learns.items() if p.requires_grad}
         if self.ranks.size > 1:
             wrapped = isinstance(self.forward, DistributedDataParallel)  # for the phase before
-            single = self.forward.module if wrapped else self.forward
             # a warning that broadcast_buffers has another name; from the second phase on weights are equal
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                self.forward = DistributedDataParallel(single, broadcast_buffers=False, init_sync=not wrapped)
-        self.graph = Replayed(self.update) if self.cfg.cuda_graph else None
+                self.forward = DistributedDataParallel(
+                    self.compiled, broadcast_buffers=False, init_sync=not wrapped
+                )
+        self.graph = machine.Replayed(self.update) if self.cfg.cuda_graph else None
 
     def at(self, step: int):
         """Set a step's phase, gates and learning rate. Raises: ModelError if there is nothing to calibrate
@@ -233,7 +231,7 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     *sums, n = totals.tolist()
     totals.zero_()
     s, l2 = diagnostics(model, stream)
-    mfu = tokens_per_s * flops_per_token(model) / peak if peak else 0.0
+    mfu = tokens_per_s * machine.flops_per_token(model) / peak if peak else 0.0
     line = grad_norms(list(step.trained), norms)
     means = {name: total / n for name, total in zip(step.losses, sums, strict=True)}
     line |= {"train/loss": means.pop("total"), **{f"train/{name}": mean for name, mean in means.items()}}
@@ -250,17 +248,17 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
 
 def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str, float]:
     """The validation split's loss at gate 0, in nats a token and bits a byte, and at the current gate."""
-    module, rest = step.module, (tokens, step.cfg, device, step.autocast, step.ranks)
+    module, rest = step.module, (step.compiled, tokens, step.cfg, device, step.autocast, step.ranks)
     module.eval()
     of = tuple(name for name in ("ce", "kl") if name in step.losses)
-    found, norms = dict(zip(of, validate(module, *rest, of=of), strict=True)), step.model.taper_norms()
+    found, norms = dict(zip(of, validate(*rest, of=of), strict=True)), step.model.taper_norms()
     loss = found["ce"]
     line = {"val/loss": loss, "val/bpb": loss * (len(tokens) - 1) / math.log(2) / corpus["val_bytes"]}
     if "kl" in found:
         line["val/kl"] = found["kl"]
     if norms:
         torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
-        line["val/loss_gated"] = validate(module, *rest)[0]
+        line["val/loss_gated"] = validate(*rest)[0]
     module.train()
     return line
 
@@ -290,7 +288,7 @@ def main(held: ExitStack):
     start = begin(asked, explicit, files, ranks, held)
     cfg, progress = start.settings, start.progress
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
-    device, dtype = set_up(cfg, ranks)
+    device, dtype = machine.set_up(cfg, ranks)
     ranks.start(device, cfg.backend)
     start.refuse_to_differ(ranks)
 
@@ -336,8 +334,7 @@ def main(held: ExitStack):
     def batch_of(k: int):
         """This rank's inputs and targets of step k, (micro_steps, B, T) each."""
         indices = map(ranks.index, range(step.micro_steps))
-        batches = [train_batch(train_tokens, cfg, k, i, device, corpus.get("block_size")) for i in indices]
-        return map(torch.stack, zip(*batches, strict=True))
+        return train_batch(train_tokens, cfg, k, indices, device, corpus.get("block_size"))
 
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
@@ -346,11 +343,12 @@ def main(held: ExitStack):
     folder.open_bar(device, dtype)
     gc.collect()
     gc.disable()  # a collection would distort a step's time; garbage is collected at checkpoints
-    clock, clock_iter = time.perf_counter(), progress.iter
+    clock, clock_iter, batch = time.perf_counter(), progress.iter, batch_of(progress.iter)
     while progress.iter < cfg.max_iters and not stop:
         k = progress.iter
         step.at(k)
-        step(*batch_of(k))
+        step(*batch)
+        batch = batch_of(k + 1)  # gathered while the device works
         progress.iter = k + 1
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
@@ -395,7 +393,7 @@ def main(held: ExitStack):
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
+    machine.keep_freed_memory()
     torch.set_flush_denormal(True)  # on gradients that are almost 0 CPUs take 30 times as long
     with one_line_errors(), ExitStack() as held:  # held: the lock on the run folder
         main(held)

@@ -12,11 +12,19 @@ import numpy as np
 import torch
 
 
+def sent(t, device):
+    """A tensor on a device. From the host to a GPU it goes by page-locked memory, so nothing waits for it;
+    torch gives no such memory out again before the copy is over."""
+    if t.is_cpu and torch.device(device).type != "cpu":
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)
+
+
 def windows(tokens, starts, length: int, device):
     """(inputs, targets), each (len(starts), length) int64, of the windows at `starts` (numpy int64)."""
-    at = torch.from_numpy(starts).to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
+    at = sent(torch.from_numpy(starts), tokens.device)[:, None]
     unsigned = (1 << 8 * tokens.element_size()) - 1
-    ids = tokens[at].to(device, non_blocking=True).long() & unsigned
+    ids = sent(tokens[at + torch.arange(length + 1, device=tokens.device)], device).long() & unsigned
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -30,14 +38,16 @@ def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> 
     return np.concatenate(drawn)[first : first + len(windows)] * apart
 
 
-def train_batch(tokens, cfg, step: int, index: int, device, cut: int | None = None):
-    """Micro-batch `index` (over all ranks) of optimizer step `step`. cut: tokens of a window of a corpus that
-    is cut into windows (data/windows.py); None: a window begins anywhere.
+def train_batch(tokens, cfg, step: int, indices, device, cut: int | None = None):
+    """The micro-batches of these indices (over all ranks) of optimizer step `step`. cut: tokens of a window
+    of a corpus that is cut into windows (data/windows.py); None: a window begins anywhere.
 
-    Returns: (inputs, targets), each (batch_size, block_size) int64.
+    Returns: (inputs, targets), each (len(indices), batch_size, block_size) int64.
     """
-    numbers = range(index * cfg.batch_size, (index + 1) * cfg.batch_size)
-    return windows(tokens, starts_of(len(tokens), cfg, step, numbers, cut or 1), cfg.block_size, device)
+    B, n_tokens = cfg.batch_size, len(tokens)
+    starts = [starts_of(n_tokens, cfg, step, range(i * B, (i + 1) * B), cut or 1) for i in indices]
+    batch = windows(tokens, np.concatenate(starts), cfg.block_size, device)
+    return tuple(t.unflatten(0, (-1, B)) for t in batch)
 
 
 def few_windows(tokens, config):

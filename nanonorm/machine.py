@@ -38,8 +38,9 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
         warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW's warm-up
-    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+    if how_compiled(cfg, device):
         compiler_works(device)
+        torch._dynamo.config.recompile_limit = 64  # a graph a phase and mode of tapers; it gives up after 8
     if device.type == "cuda" and dtype == torch.bfloat16:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
     return device, dtype
@@ -160,10 +161,26 @@ def compiler_works(device: torch.device):
 # what the machine is
 
 
-def uncompiled(compiles):
-    """The context of an evaluation: blocks that are compiled one by one, for training, run as they are there.
-    compiles: the knob `compile`. What needs none starts no compiler, which takes a second."""
-    return torch.compiler.set_stance("force_eager") if compiles == "regional" else contextlib.nullcontext()
+def how_compiled(cfg, device: torch.device) -> bool | str:
+    """False, True for the whole model, or "regional": what the knob `compile` means on a device."""
+    return device.type == "cuda" if cfg.compile is None else cfg.compile
+
+
+def compiled(module, block: type, cfg, device: torch.device):
+    """A module as it is called: compiled whole, with each of its blocks compiled by itself, or as it is."""
+    compiles = how_compiled(cfg, device)
+    if compiles is True:
+        return torch.compile(module, dynamic=False)
+    for part in module.modules() if compiles == "regional" else ():
+        if isinstance(part, block):
+            part.compile(dynamic=False)
+    return module
+
+
+def uncompiled(compiles: bool | str):
+    """The context in which nothing that is compiled runs so. Where `compiles`, of how_compiled, is False no
+    compiler is started, which takes a second."""
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 def flops_per_token(model) -> int:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from config import Config
+from data import sampling
 from data.sampling import train_batch
 from model import Transformer
 from nanonorm.adapters import put_on
@@ -57,6 +58,41 @@ def fused(monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda p: None)
 
 
+@pytest.fixture(autouse=True)
+def locked(monkeypatch) -> list:
+    """The tensors in page-locked memory, of which a machine without a GPU has none: copies stand in."""
+    there = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: there.append(t.clone()) or there[-1])
+    return there
+
+
+class Copies(TorchDispatchMode):
+    """Counts what goes between host and meta, as between host and GPU: `sent` on its way, or with a wait for
+    the device, as what is read from it, or handed to it from memory that is not `locked`.
+
+    It shows what train.py asks for. That a GPU's copies then go on beside its work, and that torch gives no
+    page-locked memory out again before they are over, only a GPU can show."""
+
+    def __init__(self, locked: list):
+        super().__init__()
+        self.locked, self.sent, self.waits = locked, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        placed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor | torch.device)]
+        devices = {x.type if isinstance(x, torch.device) else x.device.type for x in placed}
+        held = isinstance(args[0], torch.Tensor) and args[0].data_ptr() in {t.data_ptr() for t in self.locked}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking") and held:
+            self.sent += 1
+        elif devices == {"cpu", "meta"}:
+            self.waits.append(f"{func} between host and device")
+        elif func is torch.ops.aten._local_scalar_dense.default and devices == {"meta"}:
+            self.waits.append("a number is read")
+        if func is torch.ops.aten._fused_adamw_.tensor_lr:
+            return None  # works in place, and has no meta kernel
+        return func(*args, **kwargs)
+
+
 def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: None, **knobs):
     """One optimizer step under OnlyMeta, after `change` was made to the Step. Returns (the Step, what it
     returned)."""
@@ -67,8 +103,7 @@ def rehearse(variant: str, phase: str, micro_steps: int, change=lambda step: Non
     model.end_token = 7
     step = train.Step(model, cfg, META, torch.float32, Ranks())
     tokens = torch.empty(500, dtype=torch.int16, device=META)
-    batches = [train_batch(tokens, cfg, AT[phase], micro, META) for micro in range(micro_steps)]
-    x, y = map(torch.stack, zip(*batches, strict=True))  # (micro_steps, B, T)
+    x, y = train_batch(tokens, cfg, AT[phase], range(micro_steps), META)  # (micro_steps, B, T)
     step.enter(phase)
     change(step)
     with OnlyMeta():
@@ -129,6 +164,30 @@ def test_a_step_with_a_learning_rate_that_a_graph_can_read(phase):
     look_at(step, out)
 
 
+def steps_with(copies, resident, dropout=0.1, change=lambda step: None):
+    """Two steps of a run and the gathering of their batches, under Copies. resident: the corpus's device."""
+    cfg = Config(**KNOBS, n_layer=2, gradient_accumulation_steps=2, dropout=dropout).resolve()
+    model = Transformer(tiny_config(dropout=dropout)).to(META).train()
+    step = train.Step(model, cfg, META, torch.float32, Ranks())
+    tokens = torch.zeros(500, dtype=torch.int16).to(resident)
+    change(step)
+    with copies:
+        for k in (0, 1):
+            x, y = sampling.train_batch(tokens, cfg, k, [0, 1], META)
+            assert x.shape == y.shape == (2, 3, 16) and x.device == META
+            step.at(k)
+            step(x, y)
+
+
+@pytest.mark.parametrize("resident", ["cpu", "meta"])
+def test_nothing_in_a_step_waits_for_the_device(resident, locked):
+    """And one tensor is sent: the starts of its windows, or what a corpus on the host has there."""
+    copies = Copies(locked)
+    steps_with(copies, resident)
+    assert (copies.sent, copies.waits) == (2, [])
+    assert [t.dtype for t in locked] == [{"cpu": torch.int16, "meta": torch.int64}[resident]] * 2
+
+
 # --- the same with a fault in it
 
 
@@ -164,6 +223,28 @@ def test_a_fault_is_caught(fault):
         rehearse("rmsnorm-all-aux", "blend", 2, plant)
 
 
+WAITS = {
+    "from pageable memory": lambda t, device: t.to(device, non_blocking=True),
+    "blocking": lambda t, device: t.pin_memory().to(device) if t.is_cpu else t,
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("resident", ["cpu", "meta"])
+def test_a_wait_for_a_batch_is_caught(wait, resident, locked, monkeypatch):
+    monkeypatch.setattr(sampling, "sent", WAITS[wait])
+    copies = Copies(locked)
+    steps_with(copies, resident)
+    assert copies.sent == 0 and len(copies.waits) == 2 and "between host and device" in copies.waits[0]
+
+
+def test_a_read_in_a_step_is_caught(locked):
+    copies = Copies(locked)
+    with pytest.raises(RuntimeError, match="cannot be called on meta"):
+        steps_with(copies, "meta", change=unfused)
+    assert copies.waits == ["a number is read"]
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_step_of_distillation_meets_no_host(kind):
     """As of any other network: the teacher's pass, the adapters, and the loss in pieces."""
@@ -174,7 +255,7 @@ def test_a_step_of_distillation_meets_no_host(kind):
     model = Distilled(student, teacher, {}).train()
     step = train.Step(student, cfg, META, torch.float32, Ranks(), model)
     tokens = torch.empty(500, dtype=torch.int16, device=META)
-    x, y = (t[None] for t in train_batch(tokens, cfg, 0, 0, META))
+    x, y = train_batch(tokens, cfg, 0, [0], META)
     with OnlyMeta():
         step.at(0)
         step(x, y)

@@ -210,15 +210,16 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
 @pytest.mark.parametrize(("compiles", "n_layer"), [(True, 1), ("regional", 2)])
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
     """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value or
-    once a block where those are compiled by themselves, and nothing for validation."""
+    once a block where those are compiled by themselves. Validation is compiled too, at gate 0 and as it
+    is; not its last windows, which are fewer, or shorter."""
     if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    knobs = dict(n_layer=n_layer, dtype="float64", max_iters=50, eval_interval=25)
+    knobs = dict(n_layer=n_layer, dtype="float64", max_iters=50, eval_interval=50)
     train(*flags(tmp_path / "eager", corpus, **knobs))
     train(*flags(tmp_path / "run", corpus, compile=compiles, **knobs))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 3  # the trial, and one a phase
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 3 + 2  # the first is the trial
     assert not torch._dynamo.utils.counters["graph_break"]
     for a, b in zip(metrics(tmp_path / "run"), metrics(tmp_path / "eager"), strict=True):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW

@@ -65,8 +65,7 @@ def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0,
     def run():
         k = next(counter)
         step.at(k)
-        x, y = train_batch(tokens, cfg, k, 0, "cpu")
-        step(torch.stack([x]), torch.stack([y]))
+        step(*train_batch(tokens, cfg, k, [0], "cpu"))
 
     return run
 
