@@ -14,7 +14,7 @@ from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
-from nanonorm.schedules import check_gates, settle_gates, tapers
+from nanonorm.schedules import check_gates, gate_remarks, settle_gates, tapers
 from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
@@ -217,14 +217,7 @@ class Config(ModelKnobs):
             notes.append(f"cbwc, {self.form}, trains as RMSNorm: nothing centres its matrices any more")
         elif self.norm == "cbwc" and self.dropout:
             notes.append("cbwc with dropout is not LayerNorm: dropout gives the stream a mean again")
-        if self.gate_schedule == "sequential" and self.calibration == "least_squares":
-            fixed = "least_squares fixes c and weight_tilde at gate_start, however late a norm goes"
-            notes.append(f"{fixed}; with calibration=mean_scale they follow until then")
-        by_ratio = max(1, round(self.gate_end_ratio * self.max_iters))
-        if tapers(self) and self.gate_end_ratio < 1 and self.gate_end != by_ratio:
-            who = "gate_gaps set" if self.gate_schedule == "sequential" else "the settings have"
-            notes.append(f"{who} gate_end={self.gate_end}: gate_end_ratio={self.gate_end_ratio} is not read")
-        return notes
+        return notes + gate_remarks(self)
 
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs

@@ -95,6 +95,11 @@ def drop_steps(cfg, sites: list[str]) -> list[int]:
     return steps
 
 
+def end_by_ratio(cfg) -> int:
+    """Where gate_end_ratio puts the end of a taper."""
+    return max(1, round(cfg.gate_end_ratio * cfg.max_iters))
+
+
 def settle_gates(cfg):
     """Fill in gate_start and gate_end of a run's settings. Raises: BadInput for a schedule that contradicts
     itself."""
@@ -109,9 +114,7 @@ def settle_gates(cfg):
     if one_by_one and len(cfg.gate_gaps) != 3:
         three = "MLPs' norms, attentions' for queries and keys, for values"
         raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {cfg.gate_gaps}")
-    last = max(1, round(cfg.gate_end_ratio * cfg.max_iters))
-    if one_by_one:
-        last = max(drop_steps(cfg, gate_sites(cfg)))
+    last = max(drop_steps(cfg, gate_sites(cfg))) if one_by_one else end_by_ratio(cfg)
     if one_by_one and cfg.gate_end not in (None, last):
         said = f"gate_end={cfg.gate_end} contradicts gate_gaps: the last norm goes at step {last}"
         raise BadInput(f"{said}; leave it out, or set gate_end=None")
@@ -135,6 +138,18 @@ def check_gates(cfg):
         raise BadInput(f"{steps}: the anchor holds the scale from there on")
     if tapers(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
         steps = f"{cfg.gate_start}, {cfg.gate_end}, {cfg.max_iters}"
-        early = cfg.gate_end == max(1, round(cfg.gate_end_ratio * cfg.max_iters)) <= cfg.gate_start
+        early = cfg.gate_end == end_by_ratio(cfg) <= cfg.gate_start
         why = f"; gate_end_ratio={cfg.gate_end_ratio} puts gate_end there" if early else ""
         raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
+
+
+def gate_remarks(cfg) -> list[str]:
+    """What someone who sets these knobs of a taper should know."""
+    one_by_one, notes = cfg.gate_schedule == "sequential", []
+    if one_by_one and cfg.calibration == "least_squares":
+        fixed = "least_squares fixes c and weight_tilde at gate_start, however late a norm goes"
+        notes.append(f"{fixed}; with calibration=mean_scale they follow until then")
+    if tapers(cfg) and cfg.gate_end_ratio < 1 and cfg.gate_end != end_by_ratio(cfg):
+        who = "gate_gaps set" if one_by_one else "the settings have"
+        notes.append(f"{who} gate_end={cfg.gate_end}: gate_end_ratio={cfg.gate_end_ratio} is not read")
+    return notes
