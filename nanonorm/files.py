@@ -259,7 +259,7 @@ def check_state(state: dict, wanted: dict, path):
         if got != want:
             raise ModelError(f"{path} does not fit its config: {name} is {got}, not {want}")
         t = torch.atleast_1d(state[name])
-        rows = max(1, (1 << 24) * len(t) // max(1, t.numel()))  # the flags of a large tensor take memory
+        rows = max(1, (1 << 20) * len(t) // max(1, t.numel()))  # the flags of a large tensor take memory
         pieces = t.split(rows)
         if not all(torch.isfinite(piece).all() for piece in pieces):
             raise ModelError(f"{path} is damaged: {name} holds values that are not finite")

@@ -153,7 +153,7 @@ class Stream:
         return self.take(*self.numbers("Q")).decode()
 
     def value(self, kind: int):
-        """A value of metadata; of a float32 the shortest decimal number that it is: 1e-5."""
+        """A value of metadata; of a fraction in float32 the shortest decimal number that it is: 1e-5."""
         if kind == TEXT:
             return self.text()
         if kind == ARRAY:
@@ -162,7 +162,8 @@ class Stream:
                 return [*self.numbers(f"{count}{NUMBERS[kind]}")]
             return [self.value(kind) for _ in range(count)]
         (number,) = self.numbers(NUMBERS[kind])
-        return float(str(np.float32(number))) if NUMBERS[kind] == "f" else number
+        fraction = NUMBERS[kind] == "f" and not number.is_integer()
+        return float(str(np.float32(number))) if fraction else number
 
 
 class Stored(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import one_line, tiny
 
+from data.gguf import bytewise
 from data.tokenizer import load_tokenizer
 from forms import unfuse
 from nanonorm.errors import ModelError
@@ -96,9 +97,15 @@ def test_what_llama_cpp_cannot_hold_is_refused(variant, knobs, why, tokenizer, t
     assert why in message and "--to=" in message and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fault", ["adjacent", "llama3_frequencies"])
+FAULTS = {
+    "adjacent": lambda rows, heads: rows,
+    "frequency_divisors": lambda c, scaling: torch.ones(c["head_dim"] // 2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_proof_finds_a_wrong_file(fault, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf, fault, lambda rows, *_: rows)
+    monkeypatch.setattr(gguf, fault, FAULTS[fault])
     model = network("rmsnorm-all-aux", rope_base=100.0, rope_scaling=(8.0, 1.0, 4.0, 32.0))
     with pytest.raises(ModelError, match=r"llama\.cpp differs by"):
         gguf.write(job_of(model, tokenizer, tmp_path))
@@ -156,16 +163,13 @@ def tokenizer_json(kind: str, folder: Path):
         core.normalizer = tokenizers.normalizers.Sequence(
             [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
         )
+        ends = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+        ends += [tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+        core.decoder = tokenizers.decoders.Sequence(ends)
         core.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=tokens))
         settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     else:
-        regex = {name: text for text, name in gguf.PRE_TOKENIZERS.items()}[kind]
-        core = tokenizers.Tokenizer(tokenizers.models.BPE())
-        core.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-        if regex is not None:
-            split = pre.Split(tokenizers.Regex(regex), "isolated")
-            core.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-        core.decoder = tokenizers.decoders.ByteLevel()
+        core = tokenizers.Tokenizer.from_str(json.dumps(bytewise({}, [], kind)))
         alphabet = pre.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
         core.train_from_iterator([TEXT], trainer)
@@ -178,7 +182,7 @@ def tokenizer_json(kind: str, folder: Path):
     return load_tokenizer(folder)
 
 
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt-2", "qwen2")]
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt-2", "smollm", "qwen2")]
 
 
 @pytest.mark.parametrize("kind", ["llama-bpe", "sentencepiece", *SLOW_KINDS])
@@ -226,8 +230,8 @@ def test_the_end_tokens_have_their_order(tmp_path):
 @pytest.mark.parametrize(
     "part, value, why",
     [
-        ("pre_tokenizer", {"type": "Whitespace"}, "gpt-2, llama-bpe, qwen2"),
-        ("normalizer", {"type": "Lowercase"}, "gpt-2, llama-bpe, qwen2"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "gpt-2, smollm, llama-bpe, qwen2"),
+        ("normalizer", {"type": "Lowercase"}, "gpt-2, smollm, llama-bpe, qwen2"),
         ("model", {"type": "Unigram", "vocab": []}, "no byte-pair encoding"),
     ],
 )

@@ -156,6 +156,16 @@ def add_tokenizer(writer, tokenizer, vocab_size: int) -> list[str]:
     return [tokens[end] for end in list(ends)[len(rooms) :]]
 
 
+def llama_cpp(asked: dict) -> dict:
+    """What llama_cpp.py answers. Raises: ModelError if llama.cpp does not run the file."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("llama_cpp.py"))]
+    run = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if "rror" in line]  # the first names the cause
+        raise ModelError(f"llama.cpp does not run the file: {[*lines, f'status {run.returncode}'][0]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 @torch.no_grad()
 def proof(path: Path, job: Job, mlp: str) -> float:
     """max |difference of log-probabilities| / spread of the logits, between llama.cpp and the network, over
@@ -171,12 +181,7 @@ def proof(path: Path, job: Job, mlp: str) -> float:
     top = min(TOP, job.model.config.vocab_size)
     asked = {"path": str(path), "rows": sample.tolist(), "positions": at, "texts": texts, "top": top}
     asked |= {"choice": tokenizer.encode("a")[-1], "threads": torch.get_num_threads()}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("llama_cpp.py"))]
-    run = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
-    if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if "rror" in line]  # the first names the cause
-        raise ModelError(f"llama.cpp does not run the file: {[*lines, f'status {run.returncode}'][0]}")
-    said = json.loads(run.stdout.splitlines()[-1])
+    said = llama_cpp(asked)
     if said["tokens"] != [tokenizer.encode(text) for text in texts]:
         raise ModelError(
             f"llama.cpp splits text differently from {tokenizer.name}; use --to=stock or --to=hf"

