@@ -403,9 +403,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
 
 
 def main(argv: list[str]):
-    usage = (
-        "python bench.py [PATH] [--key=value ...]  PATH: a run, a model file, a Hugging Face folder, a hub id"
-    )
+    usage = "python bench.py [PATH] [--key=value ...]  "
+    usage += "PATH: a run, a model file, a GGUF file, a Hugging Face folder, a hub id"
     k, explicit, words = parse(Bench, argv, usage=usage)
     if len(words) > 1:
         raise BadInput(f"one PATH at a time, not {' '.join(words)}")

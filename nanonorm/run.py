@@ -59,8 +59,8 @@ def model_file(path: str | Path) -> Path:
 
 
 def open_model(name: str | Path) -> tuple[dict, Path]:
-    """(file, its path) of a model file, a run folder, a Hugging Face folder or a hub id: the one door by
-    which a model comes in. Raises: BadInput, ModelError."""
+    """(file, its path) of a model file, a run folder, a GGUF file, a Hugging Face folder or a hub id: the one
+    door by which a model comes in. Raises: BadInput, ModelError."""
     path = find(name)
     if is_pretrained(path):
         return read_pretrained(path), path
@@ -255,8 +255,8 @@ def beginning_in(files: list[str], settings: type) -> str:
 
 
 def given_weights(name: str) -> tuple[dict, Path]:
-    """(file, its path) of the weights to start from: a run's checkpoint, a model file, a Hugging Face folder
-    or a hub id. Raises: BadInput, ModelError."""
+    """(file, its path) of the weights to start from: a run's checkpoint, or what else open_model takes.
+    Raises: BadInput, ModelError."""
     checkpoint = Path(name) / "ckpt.pt"
     if checkpoint.exists():
         return read_file(checkpoint), checkpoint

@@ -6,10 +6,10 @@
     python scripts/convert.py out/demo --to=onnx --out=demo-onnx      onnxruntime
     python scripts/convert.py out/demo --to=transformer_lens --out=demo-lens
 
-PATH is a run folder, a model file, a Hugging Face folder or a hub id. Whatever tapers is at gate 0. An export
-is compared with the model on real text before --out exists; the error stands in its README.md and in its
-nanonorm.json, and no error that is too large is accepted. What the targets need, and what proves them, is
-installed by `pip install -r requirements-export.txt`.
+PATH is a run folder, a model file, a GGUF file, a Hugging Face folder or a hub id. Whatever tapers is at gate
+0. An export is compared with the model on real text before --out exists; the error stands in its README.md
+and in its nanonorm.json, and no error that is too large is accepted. What the targets need, and what proves
+them, is installed by `pip install -r requirements-export.txt`.
 """
 
 import contextlib

@@ -4,9 +4,9 @@
     python scripts/evaluate.py gpt2 schaeff/gpt2-small_LNFree300 --data=data/owt_held_out,data/pile_held_out
     python scripts/evaluate.py gpt2 --data=data/owt_held_out --calibration
 
-PATH is a run folder, a model file, an export, a Hugging Face folder or a hub id; what our reader refuses,
-transformers reads. Whatever tapers is at gate 0. --data names prepared corpora, whose validation split is
-read, or sets of data/held_out.py.
+PATH is a run folder, a model file, an export, a GGUF file, a Hugging Face folder or a hub id; what our reader
+refuses of the last two, transformers reads. Whatever tapers is at gate 0. --data names prepared corpora,
+whose validation split is read, or sets of data/held_out.py.
 
 The text is cut into blocks of T tokens, what fills no block is left out, and each token but the first of its
 block is predicted from those before it in the block: T - 1 targets. (`val/loss` of train.py predicts that

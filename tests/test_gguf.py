@@ -268,7 +268,7 @@ def test_a_truncated_file_is_one_line(kept, sound, tmp_path):
 @pytest.mark.parametrize(
     "at, form, value, said",
     [
-        (4, "I", 1, "version 2 or 3"),
+        (4, "I", 1, "of version 2 or 3"),
         (4, ">I", 3, "version 2 or 3"),  # another machine's byte order
         (16, "Q", 2**60, "is damaged, cut short"),
         (24, "Q", 2**62, "is damaged, cut short"),  # the length of the first key

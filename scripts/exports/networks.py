@@ -42,10 +42,10 @@ class Network:
 
 
 def open_network(name: str) -> Network:
-    """The network of a run folder, a model file, an export, a Hugging Face folder or a hub id. What tapers is
-    at gate 0. Raises: BadInput, ModelError."""
+    """The network of a run folder, a model file, an export, a Hugging Face folder, a GGUF file or a hub id.
+    What tapers is at gate 0. Raises: BadInput, ModelError."""
     path = find(name)
-    if not is_pretrained(path):
+    if path.is_file() or not is_pretrained(path):
         file, path = open_model(path)
         return ours(name, file, path)
     if read_config(path).get("model_type") == "nanonorm":
