@@ -1,10 +1,10 @@
 """A network of this project in the tools that people have, without the norms that training took out of it.
 
-    python scripts/convert.py out/demo --to=hf --out=demo-hf          a folder for transformers
+    python scripts/convert.py out/demo --to=hf --out=demo-hf          transformers, TransformerLens
     python scripts/convert.py out/demo --to=stock --out=demo-llama    a plain Llama, Qwen3 or GPT-2
     python scripts/convert.py out/demo --to=gguf --out=demo-gguf      llama.cpp
     python scripts/convert.py out/demo --to=onnx --out=demo-onnx      onnxruntime
-    python scripts/convert.py out/demo --to=transformer_lens --out=demo-lens
+    python scripts/convert.py out/demo --to=all --out=demo-exports    all that can hold it
 
 PATH is a run folder, a model file, a GGUF file, a Hugging Face folder or a hub id. Whatever tapers is at gate
 0. An export is compared with the model on real text before --out exists; the error stands in its README.md
@@ -36,14 +36,14 @@ from nanonorm.knobs import off
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
+from scripts.exports.hf import form_for
 from scripts.exports.stock import wants_folding
 
-FORMS_FOR = {
-    "hf": "folded",
-    "stock": "unfused",
-    "gguf": "unfused",
-    "onnx": "folded",
-    "transformer_lens": "folded",
+RUNS = {  # a kind of export -> what runs it
+    "hf": "transformers 4.57 and 5, with Trainer, PEFT and lm_eval; most of them in TransformerLens 4",
+    "stock": "whatever runs a Llama, a Qwen or a GPT-2 (the norms are computed, and change nothing)",
+    "gguf": "llama.cpp and what is built on it (the norms are computed, and change nothing)",
+    "onnx": "onnxruntime",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROWS, LENGTH = 2, 128  # of real text, in tokens
@@ -53,7 +53,7 @@ ROWS, LENGTH = 2, 128  # of real text, in tokens
 class Convert:
     """What is exported, and where to."""
 
-    to: Literal[*FORMS_FOR] = "hf"  # the kind of export
+    to: Literal[*RUNS, "all"] = "hf"  # the kind of export
     out: str | None = None  # the folder to make
     form: Literal["auto", "folded", "unfused", "trained"] = "auto"  # auto: what --to needs
     dtype: Literal["auto", *DTYPES] = "auto"  # of the exported weights; auto: the file's
@@ -122,7 +122,8 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
     model.anchor = None  # of training alone
     c = model.config = replace(model.config, **off(ModelConfig, "aux_weight"))
     if c.form in ("folded", "weightless"):
-        return model, model.meta.get("fold_error", {})
+        further = c.form != form == "weightless"
+        return proved(model, form, idx) if further else (model, model.meta.get("fold_error", {}))
     if len(export_files(c)) == 1:  # no form changes it, but for a factor that goes into the table
         model, errors = (model, {}) if c.emb_scale is None else proved(model, "unfused", idx)
         c = model.config
@@ -146,33 +147,28 @@ def rounded(model: Transformer, dtype: torch.dtype, idx: torch.Tensor) -> dict[s
     return {"float32": prove(before, after, dtype, f"the model rounded to {name_of(dtype)}", "float32")}
 
 
-def main():
-    cfg, _, words = parse(Convert, sys.argv[1:], usage=__doc__)
-    if len(words) != 1 or cfg.out is None:
-        raise BadInput("name a model and a folder to make: python scripts/convert.py PATH --to=hf --out=DIR")
-    target = import_module(f"scripts.exports.{cfg.to}")
-    for package in target.NEEDS:  # before the work is done
-        needed(package)
-    form = FORMS_FOR[cfg.to] if cfg.form == "auto" else cfg.form
-    for name in ("SIGTERM", "SIGHUP"):  # leave nothing either
-        number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-    model, path = open_source(words[0], form)
-    if cfg.form != "auto" and model.config.form in ("folded", "weightless") and model.config.form != form:
-        remedy = f"leave out --form={form}, or give the unfused.pt or the ckpt.pt that it was made of"
-        raise BadInput(f"{path} is {model.config.form} already; {remedy}")
-    if cfg.form == "auto" and cfg.to in ("stock", "gguf") and wants_folding(model.config):
+def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
+    """Make one export; returns what there is to say of it. Raises: BadInput, ModelError."""
+    form = "unfused" if to in ("stock", "gguf") else "folded"
+    model, path = open_source(source, form if cfg.form == "auto" else cfg.form)
+    c = model.config
+    if cfg.form != "auto":
+        form = cfg.form
+        if c.form in ("folded", "weightless") and c.form != form:
+            remedy = f"leave out --form={form}, or give the unfused.pt or the ckpt.pt that it was made of"
+            raise BadInput(f"{path} is {c.form} already; {remedy}")
+    elif to == "hf":
+        form = form_for(c)
+    elif form == "unfused" and wants_folding(c):
         form = "folded"
-    out = Path(cfg.out).resolve()
-    with whole_folder(out) as folder:
+    with whole_folder(out.resolve()) as folder:
         if model.taper_norms() and model.gate.max() > 0:
             gate = model.gate.mean().item()
             print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
         meta = model.meta
-        idx, text = real_text(tokenizer, model.config.block_size, meta.get("corpus", {}).get("source"))
-        wanted = torch.float32 if cfg.to in ("gguf", "onnx") else DTYPES.get(cfg.dtype)  # what is written
+        idx, text = real_text(tokenizer, c.block_size, meta.get("corpus", {}).get("source"))
+        wanted = torch.float32 if to in ("gguf", "onnx") else DTYPES.get(cfg.dtype)  # what is written
         if wanted is not None:  # the fold is to be as exact as what it is written in
             model = model.to(torch.promote_types(types_of(model)[0], wanted))
         model, errors = in_form(model.requires_grad_(False), form, idx)
@@ -181,11 +177,34 @@ def main():
             errors[f"rounding to {cfg.dtype}"] = rounded(model, DTYPES[cfg.dtype], idx)
         job = Job(model.eval(), tokenizer, meta, path, folder, idx, text, errors)
         with writing(out):
-            done = target.write(job)
-            describe(job, cfg.to, done)
+            done = import_module(f"scripts.exports.{to}").write(job)
+            describe(job, to, done)
     said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
     said += [f"{max(found.values()):.1e} by {what}" for what, found in errors.items() if found]
-    print(f"wrote {cfg.out}: at most {', '.join(said)} of the logit scale off, on {text}")
+    off = f"at most {', '.join(said)} of the logit scale off, on {text}"
+    return f"wrote {out}: {off}\nit runs in {RUNS[to]}"
+
+
+def main():
+    cfg, _, words = parse(Convert, sys.argv[1:], usage=__doc__)
+    if len(words) != 1 or cfg.out is None:
+        raise BadInput("name a model and a folder to make: python scripts/convert.py PATH --to=hf --out=DIR")
+    for name in ("SIGTERM", "SIGHUP"):  # leave nothing either
+        number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    kinds, refused = list(RUNS) if cfg.to == "all" else [cfg.to], {}
+    for package in [name for to in kinds for name in import_module(f"scripts.exports.{to}").NEEDS]:
+        needed(package)  # before the work is done
+    for to in kinds:
+        try:
+            out = Path(cfg.out, to) if cfg.to == "all" else Path(cfg.out)
+            print(exported(words[0], cfg, to, out), flush=True)
+        except ModelError as e:
+            refused[to] = e
+            if len(refused) == len(kinds):
+                raise
+            print(f"no {to}: {e}", flush=True)
 
 
 if __name__ == "__main__":

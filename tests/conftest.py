@@ -107,6 +107,18 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def code_cache(tmp_path, monkeypatch):
+    """A place of this test's own for the code that transformers copies."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
 def tokens(*shape, seed: int = 0, vocab: int = 61) -> torch.Tensor:
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 

@@ -4,7 +4,6 @@ the network; the calibration table is TaperNorm's own calibration; errors are on
 import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import BPE_SIZE, one_line, tiny
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_hub import change, made
 from test_init_from import hf_folder
 
@@ -22,7 +21,7 @@ from data.tokenizer import load_tokenizer
 from forms import fold
 from nanonorm.errors import BadInput, ModelError
 from scripts import evaluate
-from scripts.exports import Job, hf
+from scripts.exports import Job, describe, hf
 from scripts.exports.networks import by_transformers, open_network
 from scripts.studies import calibration, table4
 
@@ -230,7 +229,8 @@ def test_runs_model_files_and_exports_agree(variant, capsys, text, tmp_path):
     export = tmp_path / "export"
     export.mkdir()
     sample = blocks_of(text, 16)[:2]
-    hf.write(Job(folded, load_tokenizer(text), {}, tmp_path / "run/folded.pt", export, sample))
+    job = Job(folded, load_tokenizer(text), {}, tmp_path / "run/folded.pt", export, sample)
+    describe(job, "hf", hf.write(job))
     (export / "modeling_nanonorm.py").write_text("raise SystemExit('was run')")
     paths = [run_folder / "model.pt", run_folder, export]
     rows = run(capsys, *paths, f"--data={text}", "--dtype=float64")[1]
@@ -400,19 +400,22 @@ def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):
     assert a == b and a["sigma_others"] < 100
 
 
-def test_an_export_that_is_not_whole_is_refused(tmp_path):
-    folder = tmp_path / "export"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "nanonorm"}))
-    with pytest.raises(ModelError, match="cannot be read"):
-        open_network(str(folder))
-    model = fold(network("layernorm-all"))
-    tensors = {f"net.{name}": t for name, t in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="lacks its network's settings"):
-        open_network(str(folder))
-    network_settings = {"model_type": "nanonorm", "network": asdict(model.config)}
-    (folder / "config.json").write_text(json.dumps(network_settings))
-    idx = torch.arange(16)[None]
-    assert torch.equal(open_network(str(folder))(idx), model(idx))
+def test_an_export_that_is_not_whole_is_refused(text, tmp_path):
+    model, idx, config = (
+        fold(network("layernorm-all")),
+        torch.arange(16)[None],
+        {"model_type": "nanonorm_llama"},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"nanonorm\.json, which says .* cannot be read"):
+        open_network(str(tmp_path))
+    job = Job(model, load_tokenizer(text), {}, tmp_path / "run/folded.pt", tmp_path, idx)
+    describe(job, "hf", hf.write(job))
+    assert torch.equal(open_network(str(tmp_path))(idx), model(idx))
     assert F.cross_entropy(model(idx)[0], idx[0]).isfinite()
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensor lm_head\.bias is missing; export it again") as error:
+        open_network(str(tmp_path))
+    one_line(error)

@@ -73,13 +73,13 @@ def test_what_it_leaves_is_a_network_without_the_norms(protocol, runs):
     assert norm_names(model) == kept.get(protocol, [])
 
 
-TARGETS = {"hf": "transformers", "stock": "transformers", "gguf": "xllamacpp", "onnx": "onnxruntime",
-           "transformer_lens": "transformer_lens"}  # fmt: skip
+TARGETS = {"hf": "transformers", "stock": "transformers", "gguf": "xllamacpp", "onnx": "onnxruntime"}
 ONE_EPS = "a stock class has one eps for all of its norms"
 REFUSED = {
-    ("vanilla", "stock"): "it has all its norms", ("vanilla", "transformer_lens"): "norms inside the blocks",
-    ("internal", "stock"): ONE_EPS, ("internal", "gguf"): ONE_EPS,
-}  # fmt: skip
+    ("vanilla", "stock"): "it has all its norms",
+    ("internal", "stock"): ONE_EPS,
+    ("internal", "gguf"): ONE_EPS,
+}
 WAYS = [
     # the exporter takes long to trace a network, and there is a test of each kind in test_export_onnx.py
     pytest.param(protocol, to, marks=[pytest.mark.slow] if to == "onnx" and protocol != "fakeln" else [])

@@ -210,9 +210,9 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
         smaller = {"bench.py": ["--iters=2", "--warmup=0", "--seq=8"], "scripts/harness/run.py": ["--local"]}
         run_as_written(words, *smaller.get(words[1], []))
         ran.append(words[1])
-    (lens,) = [block for block in blocks("python") if "load_lens" in block]
-    here = {**os.environ, "PYTHONPATH": "."}  # the export's folder and what is installed, nothing of ours
-    command, cwd = [sys.executable, "-c", lens], tmp_path / "all-lens"
+    (lens,) = [block for block in blocks("python") if "TransformerBridge" in block]
+    here = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}  # nothing of ours
+    command, cwd = [sys.executable, "-c", lens], tmp_path / "all-exports"
     done = subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True)
     assert done.stdout.endswith("True\n"), done.stderr
     assert ran.count("scripts/convert.py") == 5 and {"bench.py", "scripts/harness/run.py"} <= set(ran)

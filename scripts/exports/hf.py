@@ -1,32 +1,35 @@
-"""--to=hf: a folder for transformers. A network that is one of its classes goes out as that class; any other
-brings its own code: modeling_nanonorm.py, model.py and what that imports, loaded with trust_remote_code.
-
-transformers copies the files of one folder and knows no packages in it, so they stand side by side there and
-import each other as `.name`.
+"""--to=hf: a folder for transformers. A network that is one of its classes goes out as that, any other as the
+nearest class, in which modeling_nanonorm.py exchanges the norms, and the layers that folding gave a bias.
 """
 
-import ast
-import importlib.util
 import json
-import sys
+import re
+import runpy
 from contextlib import suppress
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from forms import export_files
-from model import RMSNorm, Transformer
+from model import Identity, ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
-from nanonorm.families import FAMILIES, misfits
+from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
 from nanonorm.files import ROOT
 from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
 from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
-HERE = Path(__file__).parent
 NEEDS = ("transformers", "safetensors")
+CODE = Path(__file__).with_name("modeling_nanonorm.py")
+IN_GPT2 = {  # what the code calls it -> its name in GPT-2
+    "LlamaForCausalLM": "GPT2LMHeadModel", "LlamaDecoderLayer": "GPT2Block", "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2", "rms_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+AUTOS = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+FILLED = {"RMSNorm": {"weight": 1.0}, "LayerNorm": {"weight": 1.0, "bias": 0.0}}  # where we have none
 OWN_HOW = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,9 +37,31 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dty
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 ```
 
-Written for transformers 4.57 and 5.23; it needs nothing beside them and torch. Read the code before you trust
-it: `modeling_nanonorm.py` is the wrapper, the rest is nanonorm's own (MIT licence, `LICENSE.nanonorm`).
-transformers 4 keeps such code by the name of its folder: give each export a name of its own."""
+Written for transformers 4.57 and 5.23. `modeling_nanonorm.py` is all of its code; read it before you trust it
+(MIT licence, `LICENSE.nanonorm`). transformers 4 keeps such code by the name of its folder: give each export
+a name of its own."""
+LENS = """
+
+In TransformerLens 4:
+
+```python
+from transformer_lens.model_bridge import TransformerBridge
+
+bridge = TransformerBridge.boot_transformers(FOLDER, trust_remote_code=True)
+{gpt2}logits, cache = bridge.run_with_cache(ids)
+```
+
+{reads}"""
+LENS_GPT2 = """\
+for part in bridge.modules():
+    if hasattr(part, "use_native_layernorm_autograd"):  # else it computes the norms that a GPT-2 has
+        part.use_native_layernorm_autograd = True
+"""
+LENS_READS = {
+    True: "Every component writes a residual stream that the unembedding reads as it is. So direct logit"
+    " attribution is\nexact: the components' contributions, with the unembedding's bias, sum to the logits.",
+    False: "The norm before the unembedding stays, so attribution to logits still has to freeze its scale.",
+}
 SAVES = {
     "none": "It is the network as it was trained: nothing is saved.",
     "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
@@ -45,62 +70,92 @@ SAVES = {
 }
 
 
-def copied() -> dict[str, str]:
-    """{file name: text} of forms.py and of all it imports of the project, with flat imports."""
-    texts, waiting = {}, [ROOT / "forms.py"]
-    while waiting:
-        path = waiting.pop()
-        if path.name in texts:
-            continue
-        ours = HERE / path.name  # typed.py, knobs.py: nanonorm's own need pydantic
-        source = ours if path.name in ("typed.py", "knobs.py") else path
-        lines = source.read_text().splitlines(keepends=True)
-        for node in ast.walk(ast.parse("".join(lines))):
-            module = getattr(node, "module", None) or ""
-            if not isinstance(node, ast.ImportFrom) or module.partition(".")[0] not in ("model", "nanonorm"):
-                continue
-            at, names = node.lineno - 1, [alias.name for alias in node.names]
-            room, name = ROOT / module.replace(".", "/"), module.rpartition(".")[2]
-            if module == "nanonorm":  # from nanonorm import kernels
-                waiting += [room / f"{name}.py" for name in names]
-                lines[at] = lines[at].replace("from nanonorm ", "from . ")
-            else:
-                waiting.append(room.with_suffix(".py"))
-                lines[at] = lines[at].replace(f"from {module} ", f"from .{name} ")
-        texts[path.name] = "".join(lines)
-    wrapper = (HERE / "modeling_nanonorm.py").read_text()
-    wrapper += "\n\n# transformers 4 copies only what this file itself imports\n"
-    wrapper += "".join(f"from .{Path(name).stem} import __name__ as _\n" for name in sorted(texts))
-    return texts | {"modeling_nanonorm.py": wrapper}
+def form_for(c: ModelConfig) -> str:
+    """The form that is exported: a shift goes into the next layer, as no RMSNorm of theirs has one."""
+    return "weightless" if c.norm == "cbwc" and c.norm_bias else "folded"
 
 
-def config_of(job: Job) -> dict:
-    """config.json: what transformers asks of any model, and our own settings as `network`."""
-    classes = {"AutoConfig": "NanonormConfig", "AutoModelForCausalLM": "NanonormForCausalLM"}
-    return {
-        "model_type": "nanonorm",
-        "architectures": ["NanonormForCausalLM"],
-        "auto_map": {auto: f"modeling_nanonorm.{name}" for auto, name in classes.items()},
-        "dtype": name_of(job.dtype),
-        "torch_dtype": name_of(job.dtype),  # what transformers 4 calls it
-        **token_ids(job.tokenizer),
-        "vocab_size": job.model.config.vocab_size,
-        "network": asdict(job.model.config),
-    }
+def nearest(c: ModelConfig) -> tuple[str, dict]:
+    """(a class of transformers, the settings of a network of this shape that it is). Raises: ModelError."""
+    twin = {**asdict(c), "form": "trained", "taper": "none", "norm": "rmsnorm"}
+    if c.positions == "learned":
+        twin |= {"norm": "layernorm", "norm_bias": True, "bias": True, "qkv_bias": False}
+    wrong = {name: misfits(twin, family) for name, family in FAMILIES.items()}
+    name = min(wrong, key=lambda candidate: len(wrong[candidate]))
+    if wrong[name]:
+        why = f"{name}, the nearest, has no {', '.join(wrong[name])}"
+        raise ModelError(f"no class of transformers has this shape: {why}; use --to=onnx")
+    return name, twin
+
+
+def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
+    """The names of tensors of ours -> what each is made of. Where theirs has no place for a bias, or for what
+    else stands beside a weight, it stands beside theirs."""
+    every = {**twin, "bias": True, "qkv_bias": True, "qk_norm": True, "tie_embeddings": False}
+    pieces, found = pieces_of(family.names, every), {}
+    for name in ours:
+        stem, _, leaf = name.rpartition(".")
+        beside = [p._replace(name=p.name.replace("weight", leaf)) for p in pieces[f"{stem}.weight"]]
+        found[name] = pieces.get(name, beside)
+    return found
+
+
+def translated(model: Transformer, family: type[Family], twin: dict) -> tuple[dict, dict[str, str]]:
+    """({name of theirs: tensor}, config.modules). Raises: ModelError for a module that CODE does not have."""
+    state, modules, stock = model.state_dict(), {}, pieces_of(family.names, twin)
+    for ours, (piece, *_) in stock.items():
+        stem, _, leaf = ours.rpartition(".")
+        if "norm" not in stem:
+            if leaf == "bias":  # a GPT-2 has them all
+                state.setdefault(ours, torch.zeros(piece.shape, dtype=model.tok_emb.weight.dtype))
+        elif leaf == "weight":
+            norm, name = attrgetter(stem)(model), piece.name.removesuffix(".weight")
+            kind = "Identity" if norm is None else type(norm).__name__
+            for missing, value in FILLED.get(kind, {}).items():
+                full = torch.full(piece.shape, value, dtype=model.tok_emb.weight.dtype)
+                state.setdefault(f"{stem}.{missing}", full)
+            if kind == "CoupledNorm":  # of two norms, which their layer has
+                name, kind = name.rpartition(".")[0], "CoupledLayer"
+            if f'"{kind}"' not in CODE.read_text():
+                raise ModelError(f"{CODE.name} has no {kind}; write it there, or use --to=onnx")
+            modules[name] = kind
+    tensors, known = {}, {piece.name for parts in stock.values() for piece in parts}
+    for ours, parts in names_for(family, twin, state).items():
+        split = state[ours].split([p.rows for p in parts]) if len(parts) > 1 else [state[ours]]
+        for piece, rows in zip(parts, split, strict=True):
+            tensors[piece.name] = piece.turned(rows.detach()).contiguous()
+            module = piece.name.removesuffix(".bias")
+            if module not in (piece.name, *modules) and piece.name not in known:
+                modules[module] = "Linear"
+    return tensors, {name.removeprefix(family.prefix): kind for name, kind in modules.items()}
+
+
+def starred(modules: dict[str, str], n_layer: int) -> dict[str, str]:
+    """The same with * for the number of a layer where all layers agree."""
+    groups = {}
+    for name, kind in modules.items():
+        groups.setdefault(re.sub(r"\.\d+", ".*", name), {})[name] = kind
+    short = {}
+    for pattern, group in groups.items():
+        agree = len(group) == n_layer and len(set(group.values())) == 1
+        short |= {pattern: group.popitem()[1]} if agree else group
+    return short
+
+
+def code_for(name: str) -> str:
+    """modeling_nanonorm.py for a class of transformers."""
+    family = re.sub("(LMHeadModel|ForCausalLM)$", "", name)
+    words = {**(IN_GPT2 if family == "GPT2" else {}), "Llama": family, "llama": family.lower()}
+    text = CODE.read_text()
+    for word, theirs in words.items():
+        text = text.replace(word, theirs)
+    return text
 
 
 def load(folder: Path, dtype: torch.dtype):
-    """The model of a folder, by its own code; transformers would keep a copy of the code in its cache."""
-    spec = importlib.util.spec_from_file_location(
-        "exported", folder / "modeling_nanonorm.py", submodule_search_locations=[str(folder)]
-    )
-    try:
-        sys.modules["exported"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.NanonormForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "exported"]:
-            del sys.modules[name]
+    """The model of a folder, by its own code, of which transformers would keep a copy in its cache."""
+    code = runpy.run_path(str(folder / CODE.name))
+    return code["NanonormForCausalLM"].from_pretrained(folder, dtype=dtype).eval()
 
 
 def stock_file(model: Transformer) -> dict | None:
@@ -114,15 +169,6 @@ def stock_file(model: Transformer) -> dict | None:
     return None
 
 
-def write(job: Job) -> dict:
-    """The folder of a class of transformers where the network is one, else of our own code."""
-    file = stock_file(job.model)
-    if file is None:
-        return write_own(job)
-    how = HOW.format(dtype=name_of(job.dtype))
-    return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
-
-
 def saves(model: Transformer) -> str:
     """What the network saves, by what was removed from it."""
     c = model.config
@@ -132,14 +178,40 @@ def saves(model: Transformer) -> str:
     return SAVES["all" if c.taper == "all" and not kept else "some"]
 
 
+def write(job: Job) -> dict:
+    """The folder of a class of transformers where the network is one, else of modeling_nanonorm.py."""
+    file = stock_file(job.model)
+    if file is None:
+        return write_own(job)
+    how = HOW.format(dtype=name_of(job.dtype))
+    return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
+
+
 def write_own(job: Job) -> dict:
-    """The folder of a network that no class of transformers is."""
+    """The folder of a network that no class of transformers is. Raises: ModelError."""
     needed_transformers()
-    texts = copied() | {"config.json": json.dumps(config_of(job), indent=1) + "\n"}
+    c = job.model.config
+    if c.form in ("trained", "unfused") and len(export_files(replace(c, form="trained"))) > 1:
+        raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
+    name, twin = nearest(c)
+    family = FAMILIES[name]
+    tensors, modules = translated(job.model, family, twin)
+    config = {
+        **to_theirs(twin, family),
+        "model_type": f"nanonorm_{family.model_type}",
+        "architectures": ["NanonormForCausalLM"],
+        "original_architecture": name,  # which TransformerLens asks for
+        "auto_map": {auto: f"modeling_nanonorm.Nanonorm{what}" for auto, what in AUTOS.items()},
+        "modules": starred(modules, c.n_layer),
+        "coupled_grad": c.coupled_grad,
+        **token_ids(job.tokenizer),
+        "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
+    }
+    texts = {"config.json": json.dumps(config, indent=1) + "\n", CODE.name: code_for(name)}
     texts["LICENSE.nanonorm"] = (ROOT / "LICENSE").read_text()
-    for name, text in texts.items():
-        (job.folder / name).write_text(text)
-    write_weights({f"net.{n}": t.contiguous() for n, t in job.model.state_dict().items()}, job.folder)
+    for file, text in texts.items():
+        (job.folder / file).write_text(text)
+    write_weights(tensors, job.folder)
     write_tokenizer(job)
     errors = {}
     for dtype in dict.fromkeys((torch.float64, job.dtype) if job.exact else (job.dtype,)):
@@ -147,4 +219,7 @@ def write_own(job: Job) -> dict:
         logits = load(job.folder, dtype)(input_ids=job.sample).logits.to(wide)
         errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
     how = OWN_HOW.format(dtype=name_of(job.dtype))
+    if {*modules.values()} <= {"Identity", "RMSNorm", "LayerNorm", "Linear"}:
+        gpt2 = LENS_GPT2 if c.positions == "learned" else ""
+        how += LENS.format(gpt2=gpt2, reads=LENS_READS[isinstance(job.model.norm_final, Identity)])
     return {"errors": errors, "how": how, "saves": saves(job.model)}

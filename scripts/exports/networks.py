@@ -1,18 +1,20 @@
 """Any causal language model as ids -> logits: ours, an export of ours, or what only transformers reads."""
 
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.nn as nn
 
-from forms import from_file
-from model import Transformer
+from forms import from_file, skeleton
+from model import ModelConfig, Transformer
+from nanonorm import hub
 from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.families import FAMILIES
 from nanonorm.files import json_object
-from nanonorm.hub import find, is_pretrained, read_config, read_pretrained
 from nanonorm.run import open_model
 from scripts.exports import needed_transformers
+from scripts.exports.hf import names_for, nearest
 
 
 @dataclass
@@ -44,14 +46,14 @@ class Network:
 def open_network(name: str) -> Network:
     """The network of a run folder, a model file, an export, a Hugging Face folder, a GGUF file or a hub id.
     What tapers is at gate 0. Raises: BadInput, ModelError."""
-    path = find(name)
-    if path.is_file() or not is_pretrained(path):
+    path = hub.find(name)
+    if path.is_file() or not hub.is_pretrained(path):
         file, path = open_model(path)
         return ours(name, file, path)
-    if read_config(path).get("model_type") == "nanonorm":
+    if str(hub.read_config(path).get("model_type")).startswith("nanonorm_"):
         return ours(name, read_export(path), path)
     try:
-        return ours(name, read_pretrained(path), path)
+        return ours(name, hub.read_pretrained(path), path)
     except BadFile:
         raise
     except ModelError as e:
@@ -71,24 +73,22 @@ def ours(name: str, file: dict, path: Path) -> Network:
 
 def read_export(folder: Path) -> dict:
     """{"config", "state", "meta"} of a folder that `scripts/convert.py --to=hf` made with code of its own;
-    the code is not run. Raises: BadFile, BadInput."""
+    the code is not run. Raises: BadFile, BadInput, ModelError."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise BadInput("a Hugging Face folder needs safetensors: pip install safetensors") from None
-    network, weights = read_config(folder).get("network"), folder / "model.safetensors"
-    meta = {}
-    with suppress(OSError, ValueError):  # it names the tokens that the run was trained on
-        meta = {"corpus": json_object((folder / "nanonorm.json").read_bytes()).get("corpus") or {}}
-    try:
-        tensors = load_file(weights)
-    except (OSError, SafetensorError) as e:
-        raise BadFile(f"{weights} cannot be read ({str(e)[:100]}); export it again") from None
-    state = {tensor.removeprefix("net."): t for tensor, t in tensors.items()}
-    if not isinstance(network, dict) or "tok_emb.weight" not in state:
-        raise BadFile(f"{folder} is not whole: it lacks its network's settings or weights; export it again")
-    return {"config": network, "state": state, "meta": meta}
+        facts = json_object((folder / "nanonorm.json").read_bytes())
+        config = ModelConfig(**facts["network"])
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        said = f"{folder}/nanonorm.json, which says what the network is, cannot be read"
+        raise BadFile(f"{said} ({str(e)[:100]}); export it again") from None
+    name, twin = nearest(config)
+    with ExitStack() as held:
+        tensors, state = hub.open_tensors(folder, FAMILIES[name].prefix, held), {}
+        for tensor, parts in names_for(FAMILIES[name], twin, skeleton(config, folder).state_dict()).items():
+            if missing := [part.name for part in parts if part.name not in tensors]:
+                raise BadFile(f"{folder} is not whole: tensor {missing[0]} is missing; export it again")
+            state[tensor] = hub.assembled(parts, tensors, hub.values(tensors, parts[0].name).dtype)
+    # its corpus names the tokens that the network was trained on
+    return {"config": facts["network"], "state": state, "meta": {"corpus": facts.get("corpus") or {}}}
 
 
 def by_transformers(name: str, path: Path, reason: str) -> Network:
