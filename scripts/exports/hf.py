@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from forms import export_files
-from model import Identity, ModelConfig, RMSNorm, Transformer
+from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
 from nanonorm.files import ROOT
@@ -30,16 +30,14 @@ IN_GPT2 = {  # what the code calls it -> its name in GPT-2
 }  # fmt: skip
 AUTOS = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
 FILLED = {"RMSNorm": {"weight": 1.0}, "LayerNorm": {"weight": 1.0, "bias": 0.0}}  # where we have none
-OWN_HOW = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype="{dtype}")
-tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-```
+OWN_HOW = (
+    HOW.replace("(FOLDER", "(FOLDER, trust_remote_code=True")
+    + """
 
 Written for transformers 4.57 and 5.23. `modeling_nanonorm.py` is all of its code; read it before you trust it
 (MIT licence, `LICENSE.nanonorm`). transformers 4 keeps such code by the name of its folder: give each export
 a name of its own."""
+)
 LENS = """
 
 In TransformerLens 4:
@@ -51,17 +49,13 @@ bridge = TransformerBridge.boot_transformers(FOLDER, trust_remote_code=True)
 {gpt2}logits, cache = bridge.run_with_cache(ids)
 ```
 
-{reads}"""
+Without a norm before the unembedding, direct logit attribution is exact: what the unembedding reads of each
+component's write, and its bias, sum to the logits. With one, its scale still has to be frozen."""
 LENS_GPT2 = """\
 for part in bridge.modules():
     if hasattr(part, "use_native_layernorm_autograd"):  # else it computes the norms that a GPT-2 has
         part.use_native_layernorm_autograd = True
 """
-LENS_READS = {
-    True: "Every component writes a residual stream that the unembedding reads as it is. So direct logit"
-    " attribution is\nexact: the components' contributions, with the unembedding's bias, sum to the logits.",
-    False: "The norm before the unembedding stays, so attribution to logits still has to freeze its scale.",
-}
 SAVES = {
     "none": "It is the network as it was trained: nothing is saved.",
     "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
@@ -100,45 +94,53 @@ def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
     return found
 
 
+def kinds_of(model: Transformer, stock: dict) -> dict[str, str]:
+    """Our name of each norm that the stock class has -> the class that stands there in our network."""
+    stems = [name.removesuffix(".weight") for name in stock if "norm" in name and name.endswith(".weight")]
+    found = {stem: attrgetter(stem)(model) for stem in stems}
+    return {stem: "Identity" if norm is None else type(norm).__name__ for stem, norm in found.items()}
+
+
+def completed(state: dict, stock: dict, kinds: dict[str, str]) -> dict:
+    """The weights, with gains of 1 and biases of 0 where the stock class, or torch's norm, must have some."""
+    like, new = state["tok_emb.weight"], dict(state)
+    for stem, kind in kinds.items():
+        for leaf, value in FILLED.get(kind, {}).items():
+            new.setdefault(f"{stem}.{leaf}", like.new_full(stock[f"{stem}.weight"][0].shape, value))
+    for name in [name for name in stock if name.endswith(".bias") and "norm" not in name]:
+        new.setdefault(name, like.new_zeros(stock[name][0].shape))  # of a GPT-2
+    return new
+
+
 def translated(model: Transformer, family: type[Family], twin: dict) -> tuple[dict, dict[str, str]]:
     """({name of theirs: tensor}, config.modules). Raises: ModelError for a module that CODE does not have."""
-    state, modules, stock = model.state_dict(), {}, pieces_of(family.names, twin)
-    for ours, (piece, *_) in stock.items():
-        stem, _, leaf = ours.rpartition(".")
-        if "norm" not in stem:
-            if leaf == "bias":  # a GPT-2 has them all
-                state.setdefault(ours, torch.zeros(piece.shape, dtype=model.tok_emb.weight.dtype))
-        elif leaf == "weight":
-            norm, name = attrgetter(stem)(model), piece.name.removesuffix(".weight")
-            kind = "Identity" if norm is None else type(norm).__name__
-            for missing, value in FILLED.get(kind, {}).items():
-                full = torch.full(piece.shape, value, dtype=model.tok_emb.weight.dtype)
-                state.setdefault(f"{stem}.{missing}", full)
-            if kind == "CoupledNorm":  # of two norms, which their layer has
-                name, kind = name.rpartition(".")[0], "CoupledLayer"
-            if f'"{kind}"' not in CODE.read_text():
-                raise ModelError(f"{CODE.name} has no {kind}; write it there, or use --to=onnx")
-            modules[name] = kind
-    tensors, known = {}, {piece.name for parts in stock.values() for piece in parts}
+    stock = pieces_of(family.names, twin)
+    kinds, tensors, modules = kinds_of(model, stock), {}, {}
+    for stem, kind in kinds.items():
+        name = stock[f"{stem}.weight"][0].name.removesuffix(".weight")
+        if kind == "CoupledNorm":  # of two norms, which their layer has
+            name, kind = name.rpartition(".")[0], "CoupledLayer"
+        if f'"{kind}"' not in CODE.read_text():
+            raise ModelError(f"{CODE.name} has no {kind}; write it there, or use --to=onnx")
+        modules[name] = kind
+    state, known = completed(model.state_dict(), stock, kinds), {p.name for ps in stock.values() for p in ps}
     for ours, parts in names_for(family, twin, state).items():
         split = state[ours].split([p.rows for p in parts]) if len(parts) > 1 else [state[ours]]
         for piece, rows in zip(parts, split, strict=True):
             tensors[piece.name] = piece.turned(rows.detach()).contiguous()
-            module = piece.name.removesuffix(".bias")
-            if module not in (piece.name, *modules) and piece.name not in known:
+            module, _, leaf = piece.name.rpartition(".")
+            if leaf == "bias" and piece.name not in known and module not in modules:
                 modules[module] = "Linear"
     return tensors, {name.removeprefix(family.prefix): kind for name, kind in modules.items()}
 
 
 def starred(modules: dict[str, str], n_layer: int) -> dict[str, str]:
     """The same with * for the number of a layer where all layers agree."""
-    groups = {}
+    groups, short = {}, {}
     for name, kind in modules.items():
-        groups.setdefault(re.sub(r"\.\d+", ".*", name), {})[name] = kind
-    short = {}
-    for pattern, group in groups.items():
-        agree = len(group) == n_layer and len(set(group.values())) == 1
-        short |= {pattern: group.popitem()[1]} if agree else group
+        groups.setdefault((re.sub(r"\.\d+", ".*", name), kind), []).append(name)
+    for (pattern, kind), names in groups.items():
+        short |= dict.fromkeys([pattern] if len(names) == n_layer else names, kind)
     return short
 
 
@@ -179,18 +181,12 @@ def saves(model: Transformer) -> str:
 
 
 def write(job: Job) -> dict:
-    """The folder of a class of transformers where the network is one, else of modeling_nanonorm.py."""
-    file = stock_file(job.model)
-    if file is None:
-        return write_own(job)
-    how = HOW.format(dtype=name_of(job.dtype))
-    return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
-
-
-def write_own(job: Job) -> dict:
-    """The folder of a network that no class of transformers is. Raises: ModelError."""
+    """The folder of a class of transformers where the network is one, else with modeling_nanonorm.py."""
     needed_transformers()
-    c = job.model.config
+    c, file = job.model.config, stock_file(job.model)
+    if file is not None:
+        how = HOW.format(dtype=name_of(job.dtype))
+        return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
     if c.form in ("trained", "unfused") and len(export_files(replace(c, form="trained"))) > 1:
         raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
     name, twin = nearest(c)
@@ -220,6 +216,5 @@ def write_own(job: Job) -> dict:
         errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
     how = OWN_HOW.format(dtype=name_of(job.dtype))
     if {*modules.values()} <= {"Identity", "RMSNorm", "LayerNorm", "Linear"}:
-        gpt2 = LENS_GPT2 if c.positions == "learned" else ""
-        how += LENS.format(gpt2=gpt2, reads=LENS_READS[isinstance(job.model.norm_final, Identity)])
+        how += LENS.format(gpt2=LENS_GPT2 if c.positions == "learned" else "")
     return {"errors": errors, "how": how, "saves": saves(job.model)}
