@@ -61,6 +61,7 @@ class Evaluate:
     batch_size: Count = 8  # blocks at a time
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # bfloat16: autocast of float32 weights
+    kl: bool = False  # KL(vanilla || network) as well, for which the vanilla network runs beside each other
     calibration: bool = False  # print what position 0 does to c, in place of losses
     within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
     out: str | None = None  # .json file for the numbers
@@ -135,22 +136,27 @@ def batches(blocks: np.ndarray, size: int, device, label: str):
 
 
 @torch.inference_mode()
-def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device) -> np.ndarray:
-    """-log p of every token of `blocks` (n, T) but each block's first: (n, T-1), float64 if --dtype is that,
-    else float32. Raises: BadInput if one is not finite."""
+def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device, teacher: Network | None = None):
+    """(-log p of every token of `blocks` (n, T) but each block's first: (n, T-1), float64 if --dtype is that,
+    else float32; KL(teacher || network) there, alike, or None). Raises: BadInput if a loss is not finite."""
     n, T = blocks.shape
     losses = np.empty((n, T - 1), np.float64 if k.dtype == "float64" else np.float32)
+    kl = None if teacher is None else np.empty_like(losses)
     autocast = torch.autocast(device.type, torch.bfloat16) if k.dtype == "bfloat16" else nullcontext()
     for first, idx in batches(blocks, k.batch_size, device, network.title):
         with autocast:
             logits = network(idx)  # (B, T, V)
+            taught = None if teacher is None else teacher(idx)
         for i, (of_block, ids) in enumerate(zip(logits, idx, strict=True), first):  # one: they are large
             losses[i] = F.cross_entropy(upcast(of_block[:-1]), ids[1:], reduction="none").cpu().numpy()
+            if teacher is not None:
+                log_p, log_q = (upcast(z[:-1]).log_softmax(-1) for z in (taught[i - first], of_block))
+                kl[i] = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).cpu().numpy()
     if not np.isfinite(losses).all():
         i, t = np.argwhere(~np.isfinite(losses))[0].tolist()
         where = f"{network.name}: the loss of token {t + 1} of block {i} is {losses[i, t]}"
         raise BadInput(f"{where}; is the network damaged, or --dtype={k.dtype} too narrow for it?")
-    return losses
+    return losses, kl
 
 
 def summary(losses: np.ndarray, targets: np.ndarray, end: int | None) -> dict:
@@ -170,13 +176,15 @@ def summary(losses: np.ndarray, targets: np.ndarray, end: int | None) -> dict:
     }
 
 
-def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla: dict[str, float]) -> dict:
-    """A row of the table. vanilla: {text: mean} of the network that gaps are to, which is the first."""
-    blocks = text.blocks(T, k.blocks)
-    losses = token_losses(network, blocks, k, device)
+def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla: dict, teacher) -> dict:
+    """A row of the table. vanilla: {text: mean} of the network that gaps are to, which is the first; teacher:
+    that network, or None."""
+    blocks, first = text.blocks(T, k.blocks), text.name not in vanilla
+    losses, kl = token_losses(network, blocks, k, device, None if first else teacher)
     row = {"model": network.name, "data": text.name, "blocks": len(blocks), "block_size": T}
     row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
     row["bits_per_byte"] = text.bits_per_byte(row["ce"])
+    row["kl"] = None if kl is None else kl.mean(dtype=np.float64).item()
     row["gap"] = row["ce"] - vanilla.setdefault(text.name, row["ce"])
     place = row_of(network.title, network.layers, network.width)
     of_set = text.manifest.set if k.blocks is None else None
@@ -200,6 +208,7 @@ COLUMNS = {  # head -> (key of a row, its form)
     "perplexity": ("perplexity", ".5g"),
     "bits/byte": ("bits_per_byte", ".4f"),
     "gap": ("gap", "+.4f"),
+    "KL": ("kl", ".5f"),
     "paper": ("paper", ".4f"),
     "its gap": ("paper_gap", "+.4f"),
 }
@@ -269,13 +278,16 @@ def checked(names: list[str], texts: list[Text]) -> list[Network]:
 
 def opened(networks: list[Network], k: Evaluate, device):
     """Yield each network on `device`, one at a time."""
-    dtype = torch.float64 if k.dtype == "float64" else torch.float32
     for network in networks:
         if network.model is None:
             network = open_network(network.name)
-        network.model.to(device, dtype)
-        yield network
+        yield placed(network, k, device)
         network.model = None
+
+
+def placed(network: Network, k: Evaluate, device) -> Network:
+    network.model.to(device, torch.float64 if k.dtype == "float64" else torch.float32)
+    return network
 
 
 def main(argv: list[str]):
@@ -301,8 +313,10 @@ def main(argv: list[str]):
     if k.calibration:
         rows = calibrations(k, loaded, texts, T, device)
     else:
-        vanilla: dict[str, float] = {}
-        rows = [evaluate(network, text, T, k, device, vanilla) for network in loaded for text in texts]
+        vanilla, teacher = {}, placed(open_network(names[0]), k, device) if k.kl else None
+        rows = [
+            evaluate(network, text, T, k, device, vanilla, teacher) for network in loaded for text in texts
+        ]
         print(f"\n{loss_table(rows)}")
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip

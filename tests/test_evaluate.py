@@ -151,6 +151,21 @@ def test_a_set_that_is_cut_is_recut_only_with_a_remark(capfd, text, tmp_path):
     assert rows[0]["bits_per_byte"] is None and rows[0]["ce"] == rows[1]["ce"]
 
 
+def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
+    """As its definition has it, at every target; the vanilla network has none. The losses stay."""
+    models = [network(seed=seed) for seed in (0, 1)]
+    folders = [put(model, tmp_path / str(i)) for i, model in enumerate(models)]
+    flags = (*folders, f"--data={text}", "--dtype=float64", "--batch_size=3")
+    said, rows = run(capsys, *flags, "--kl=True")
+    with torch.no_grad():
+        p, q = (model.double()(blocks_of(text, 16))[:, :-1].softmax(-1) for model in models)
+    expected = (p * (p / q).log()).sum(-1).mean().item()
+    assert expected > 1e-3 and rows[1]["kl"] == pytest.approx(expected, rel=1e-9) and rows[0]["kl"] is None
+    assert f"{expected:.5f}" in said
+    plain = [row | {"kl": None} for row in rows]
+    assert run(capsys, *flags)[1] == plain
+
+
 # ---------------------------------------------------------------------------------------------------------
 # whatever holds a network
 
@@ -164,7 +179,7 @@ def test_transformers_agrees_with_our_reader(capsys, text, tmp_path):
     knobs = evaluate.Evaluate(dtype="float64")
     blocks = blocks_of(text, 64)
     assert row["block_size"] == theirs.context == 64
-    losses = evaluate.token_losses(theirs, blocks.numpy(), knobs, torch.device("cpu"))
+    losses, _ = evaluate.token_losses(theirs, blocks.numpy(), knobs, torch.device("cpu"))
     assert losses.mean() == pytest.approx(row["ce"], rel=1e-9)
     own = [theirs.model(input_ids=block[None], labels=block[None]).loss.item() for block in blocks]
     assert np.mean(own) == pytest.approx(row["ce"], rel=1e-6)  # that loss is computed in float32
