@@ -117,7 +117,7 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
             state[name] = state[name.removesuffix("_tilde")].clone()
-        elif name.rpartition(".")[2] in TRACKED:
+        elif name.rpartition(".")[2] in (*TRACKED, "floor"):
             state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
     if "pos_emb.weight" in wanted:
         state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()

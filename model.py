@@ -32,7 +32,7 @@ from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
 from nanonorm.generation import generate
 from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
-from nanonorm.knobs import FREE, V2, Needs, OneOf, check_needs, check_types
+from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
@@ -92,6 +92,8 @@ class ModelKnobs:
     calib_skip_first: Annotated[bool, TAPER, FREE] = False  # position 0 is left out of the calibration
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
+    # a block's MLP adds a number of its own to the reused mean square (not in the paper)
+    coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False
 
 
 @dataclass
@@ -652,16 +654,22 @@ class FakeLNBlock(Block):
 
 class CoupledBlock(Block):
     """The attention's RMS statistic serves the MLP too (CoupledNorm). There it is a constant to the gradient
-    unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU."""
+    unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU.
+
+    With `coupled_floor` the MLP divides by sqrt(r^2 + floor): attention adds to the stream a part of its own
+    size, beside what is proportional to the stream and in the MLP's gain (scripts/couple.py fits both)."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
         self.norm_attn, self.norm_mlp = (CoupledNorm(c.n_embd, c.norm_eps) for _ in range(2))
         self.through = c.coupled_grad
+        self.floor = nn.Parameter(torch.zeros(())) if c.coupled_floor else None
 
     def forward(self, x, *context):
         normed, inverse = self.norm_attn.normed_and_inverse(x, self.through)
         y = self.attn(normed, *context)
+        if self.floor is not None:
+            inverse = (inverse.pow(-2) + self.floor).rsqrt()
         if self.norm_mlp.weight is None:  # folded
             h = self.add(x, y, self.attn.proj)
             return self.add(h, self.mlp.activation(h, inverse.to(h.dtype)), self.mlp.down)

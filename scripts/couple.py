@@ -6,12 +6,13 @@
 
 PATH is a run folder, a model file, a Hugging Face folder or a hub id, of a network with RMSNorm. A block's
 MLP then divides by alpha r(x) where it divided by r(h): x and h are the stream before attention and before
-the MLP, r their RMS. A block's alpha is the one by which the MLP's input is least wrong, in squares, over all
-positions but the first, where r is another; it goes into the gain of the MLP's norm. --alpha=layer is a
-block's own, which costs nothing as it folds, and is not in the paper; mean is one for the network, the mean
-over the coupled blocks (CoupledNorm, 5.3). The first --keep blocks keep RMSNorm, where the stream jumps.
-What is left open is chosen by what is measured: the fewest kept blocks whose KL is within a tenth of the
-least in the table, and with them the alpha of the least KL.
+the MLP, r their RMS; alpha goes into the gain of the MLP's norm. --alpha=layer is a block's own: the one for
+which alpha^2 r(x)^2 / r(h)^2 is least far from 1, in squares, over all positions but the first, where r is
+another. mean is their mean over the coupled blocks, one for the network, as in the paper (CoupledNorm, 5.3).
+floor gives a block a second number: its MLP divides by alpha sqrt(r(x)^2 + floor), fitted alike. None costs a
+reduction. The first --keep blocks keep RMSNorm, where the stream jumps. What is left open is chosen by what
+is measured: the fewest kept blocks whose KL is within a tenth of the least in the table, and with them the
+alpha of the least KL.
 
 Prints the RMS by block, and how far each choice is from the original before anything is trained. Writes a
 folder: model.pt, the tokenizer, couple.md with the same tables, couple.json with their numbers, and rms.png
@@ -23,10 +24,11 @@ import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from begin import begun_from  # not found? pip install -e .
@@ -59,8 +61,8 @@ class Couple:
 
     out: str | None = None  # the folder to make
     data: str | None = None  # a folder under data/, or the path of a prepared corpus, in the network's tokens
-    # one for all blocks, one each, 1, this number, or auto: of the first three what the KL says
-    alpha: Literal["auto", "mean", "layer", "none"] | Positive = "auto"
+    # one for all blocks, one each, one each and a floor, 1, this number; auto: of the first three, by the KL
+    alpha: Literal["auto", "mean", "layer", "floor", "none"] | Positive = "auto"
     keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: as few as the KL allows
     tokens: Count = 16_384  # of training text, that are measured
     window: Count = 512  # tokens of a window, at most the network's context
@@ -79,39 +81,54 @@ def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.n
     return np.linspace(0, (length - 1 - window) // apart, count).astype(np.int64) * apart
 
 
-@torch.no_grad()
-def stream_rms(model: Transformer, batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the stream's mean r before attention and before the MLP of each block, (2, n_layer, 2): at the first
-    position of a window, and over all later ones; each block's own alpha, (n_layer)), in float64. batches:
-    ids (B, T).
+class Measured(NamedTuple):
+    """Of a network's L blocks, in float64. rms: the stream's mean r before attention and before the MLP, (2,
+    L, 2), at the first position of a window, and over all later ones; scaled: (alpha, floor) of each block,
+    the floors 0, (2, L); floored: the same with floors, (2, L)."""
 
-    The MLP's input becomes q / alpha times what it was, q = r(h) / r(x); alpha = E q^2 / E q minimizes
-    E (q / alpha - 1)^2 over the later tokens.
-    """
+    rms: torch.Tensor
+    scaled: torch.Tensor
+    floored: torch.Tensor
+
+
+@torch.no_grad()
+def measure(model: Transformer, batches) -> Measured:
+    """batches: ids (B, T)."""
     n_layer, norm = model.config.n_layer, RMSNorm(model.config.n_embd, model.config.norm_eps)
     sums, tokens = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1)
-    moments = torch.zeros(2, n_layer, dtype=torch.float64)
+    products = torch.zeros(n_layer, 3, 3, dtype=torch.float64)  # of the terms of a r(x)^2 + b = r(h)^2
 
     def see(i, *stream):
         r = torch.stack([norm.inverse(h).reciprocal().double()[..., 0] for h in stream])  # (2, B, T)
-        q = (r[1] / r[0])[:, 1:]
         sums[:, i] += torch.stack((r[..., 0].sum(1), r[..., 1:].sum((1, 2)))).cpu()
-        moments[:, i] += torch.stack((q.sum(), q.square().sum())).cpu()
+        x, h = r[..., 1:].square().flatten(1)
+        terms = torch.stack((x / h, 1 / h, torch.ones_like(h)))
+        products[i] += (terms @ terms.T).cpu()
 
     with watched(model, see):
         for idx in batches:
             model(idx, last_only=True)
             tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
-    return sums / tokens, moments[1] / moments[0]
+    scaled = torch.stack([fit(p, floor=False) for p in products], 1)
+    return Measured(sums / tokens, scaled, torch.stack([fit(p, floor=True) for p in products], 1))
 
 
-def alphas_of(own, keep: int, alpha: str | float) -> torch.Tensor:
-    """The alpha of every coupled block, (L - keep). own: each block's own, (L)."""
-    own = own[keep:]
-    if alpha == "layer":
-        return own
-    value = {"mean": own.mean(), "none": 1.0}.get(alpha, alpha)
-    return torch.full_like(own, float(value))
+def fit(products, floor: bool) -> torch.Tensor:
+    """(alpha, floor) of least squares, with a floor of 0 where it is not wanted, or would be below. products:
+    (3, 3), sums over tokens of those of r(x)^2 / r(h)^2, 1 / r(h)^2 and 1."""
+    n = 2 if floor else 1
+    size = products.diagonal()[:n].sqrt()
+    gram = products[:n, :n] / size / size[:, None]
+    a, b = F.pad(torch.linalg.pinv(gram, rtol=1e-9) @ (products[:n, 2] / size) / size, (0, 2 - n))
+    return fit(products, False) if b < 0 or a <= 0 else torch.stack((a.sqrt(), b / a))
+
+
+def numbers_of(found: Measured, keep: int, alpha: str | float) -> torch.Tensor:
+    """(alpha, floor) of every coupled block, (2, L - keep)."""
+    own = (found.floored if alpha == "floor" else found.scaled)[:, keep:].clone()
+    if alpha not in ("layer", "floor"):
+        own[0] = {"mean": own[0].mean(), "none": 1.0}.get(alpha, alpha)
+    return own
 
 
 def chosen(kls: dict[tuple, float], cfg: Couple) -> tuple:
@@ -126,17 +143,20 @@ def chosen(kls: dict[tuple, float], cfg: Couple) -> tuple:
 # coupled
 
 
-def coupled(file: dict, path: Path, keep: int, alphas) -> Transformer:
+def coupled(file: dict, path: Path, keep: int, numbers) -> Transformer:
     """The network of a file with CoupledNorm from block `keep` on; all but the gains of the MLPs' norms are
-    the file's own tensors. Raises: BadInput, ModelError."""
-    base = config_of(file, path)
-    asked = Config(norm="coupled", coupled_from_layer=keep, block_size=base.block_size)
-    explicit = {"norm", "coupled_from_layer", "block_size", "taper", "aux_weight"}
+    the file's own tensors. numbers: as numbers_of has them. Raises: BadInput, ModelError."""
+    base, floored = config_of(file, path), bool(numbers[1].any())
+    of_norm = {"norm": "coupled", "coupled_from_layer": keep, "coupled_floor": floored}
+    asked = Config(block_size=base.block_size, **of_norm)
+    explicit = {*of_norm, "block_size", "taper", "aux_weight"}
     config = asked.started_from(file, explicit, str(path)).model_config()
     state = dict(file["state"])
-    for i, alpha in enumerate(alphas.tolist(), keep):
+    for i, (alpha, floor) in enumerate(numbers.T.tolist(), keep):
         name = f"blocks.{i}.norm_mlp.weight"
         state[name] = (state[name].double() / alpha).to(state[name].dtype)
+        if floored:
+            state[f"blocks.{i}.floor"] = torch.tensor(floor).to(state[name])
     return begun_from({**file, "state": state}, config, path)
 
 
@@ -161,16 +181,17 @@ def progress(label: str, networks: list[Transformer], tokens: int):
             hook.remove()
 
 
-def compare(file: dict, path: Path, before: Transformer, own, cfg: Couple, val, apart: int) -> dict:
-    """{(kept blocks, alpha): (the alphas, Divergence)} of every choice, on windows from all of `val` that
-    begin at multiples of `apart`. before: the original, which runs once; own: each block's alpha, (L)."""
+def compare(file: dict, path: Path, before: Transformer, of: Measured, cfg: Couple, val, apart: int) -> dict:
+    """{(kept blocks, alpha): (its numbers, Divergence)} of every choice, on windows from all of `val` that
+    begin at multiples of `apart`. before: the original, which runs once."""
     device = before.tok_emb.weight.device
     T = min(cfg.window, before.config.block_size, len(val) - 1)
     x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
     kept = sorted({*KEPT, *{cfg.keep} - {"auto"}})
-    ways = dict.fromkeys(("none", "mean", "layer", *{cfg.alpha} - {"auto"}))
-    choices = {(k, alpha): alphas_of(own, k, alpha) for k in kept if k < len(own) for alpha in ways}
-    afters = [coupled(file, path, k, alphas).to(device) for (k, _), alphas in choices.items()]
+    ways = dict.fromkeys(("mean", "layer", "floor", *{cfg.alpha} - {"auto"}))
+    n_layer = before.config.n_layer
+    choices = {(k, alpha): numbers_of(of, k, alpha) for k in kept if k < n_layer for alpha in ways}
+    afters = [coupled(file, path, k, numbers).to(device) for (k, _), numbers in choices.items()]
     for after in afters:
         after.rope = before.rope  # of a long context the largest tensor that they do not share
     pairs = list(zip(x.split(1), y.split(1), strict=True))
@@ -183,52 +204,48 @@ def compare(file: dict, path: Path, before: Transformer, own, cfg: Couple, val, 
 # told
 
 
-def rms_table(rms, own) -> str:
-    head = ["block", "before attention", "before the MLP", "alpha", "first position", "before its MLP"]
+def rms_table(of: Measured) -> str:
+    head = ["block", "before attention", "before the MLP", "alpha", "with a floor", "floor / r(x)^2"]
     rows = []
-    for i, (first, later) in enumerate(zip(*rms.tolist(), strict=True)):
-        rows.append([i, *(f"{v:.4g}" for v in (*later, own[i].item(), *first))])
-    return markdown(rows, head)
+    per_block = zip(*of.rms.tolist(), of.scaled[0].tolist(), *of.floored.tolist(), strict=True)
+    for i, (first, later, alpha, beside, floor) in enumerate(per_block):
+        numbers = (*later, alpha, beside, floor / later[0] ** 2, *first)
+        rows.append([i, *(f"{v:.4g}" for v in numbers)])
+    return markdown(rows, [*head, "first position", "before its MLP"])
 
 
 def choices_table(found: dict[tuple, tuple[torch.Tensor, Divergence]], choice: tuple) -> str:
-    head = [
-        "kept",
-        "alpha",
-        "its values",
-        "cross-entropy",
-        "more than the original's",
-        "KL to the original",
-        "",
-    ]
+    head = ["kept", "alpha", "its values", "cross-entropy", "more than the original's"]
     rows = []
-    for (kept, alpha), (alphas, d) in found.items():
-        low, high = alphas.min().item(), alphas.max().item()
+    for (kept, alpha), (numbers, d) in found.items():
+        low, high = numbers[0].min().item(), numbers[0].max().item()
         values = f"{low:.4f}" if low == high else f"{low:.4f} to {high:.4f}"
-        numbers = f"{d.after:.4f}", f"{d.after - d.before:+.4f}", f"{d.kl:.5f}"
-        rows.append([kept, alpha, values, *numbers, "written" if (kept, alpha) == choice else ""])
-    return markdown(rows, head)
+        told = f"{d.after:.4f}", f"{d.after - d.before:+.4f}", f"{d.kl:.5f}"
+        rows.append([kept, alpha, values, *told, "written" if (kept, alpha) == choice else ""])
+    return markdown(rows, [*head, "KL to the original", ""])
 
 
-def as_json(rms, own, found: dict[tuple, tuple[torch.Tensor, Divergence]], choice: tuple) -> dict:
-    """What couple.json holds. rms: by position (first, later), block, place (attention's input, MLP's)."""
+def as_json(of: Measured, found: dict[tuple, tuple[torch.Tensor, Divergence]], choice: tuple) -> dict:
+    """What couple.json holds. rms: by position (first, later), block, place (attention's input, MLP's);
+    scaled, floored: alphas and floors by block."""
     choices = []
-    for (kept, alpha), (alphas, d) in found.items():
-        of_choice = {"kept": kept, "alpha": alpha, "alphas": alphas.tolist()}
+    for (kept, alpha), ((alphas, floors), d) in found.items():
+        of_choice = {"kept": kept, "alpha": alpha, "alphas": alphas.tolist(), "floors": floors.tolist()}
         choices.append(of_choice | {"original": d.before, "cross_entropy": d.after, "kl": d.kl})
-    return {"rms": rms.tolist(), "alphas": own.tolist(), "written": choice, "choices": choices}
+    own = {name: t.tolist() for name, t in of._asdict().items()}
+    return own | {"written": choice, "choices": choices}
 
 
-def draw(figures: Figures, rms, own, keep: int) -> str:
+def draw(figures: Figures, of: Measured, keep: int) -> str:
     """The stream by block, the first position apart, and the alphas; returns its markdown."""
     fig, axes = figures.axes(1, 3, 2.4)
-    blocks = np.arange(len(own))
-    for ax, title, values in zip(axes, ("first position", "later positions"), rms.numpy(), strict=False):
+    blocks = np.arange(of.rms.shape[1])
+    for ax, title, values in zip(axes, ("first position", "later positions"), of.rms.numpy(), strict=False):
         for (name, colour, line), of_place in zip(LINES, values.T, strict=True):
             ax.plot(blocks, of_place, line, color=colour, marker="o", markersize=3, label=name)
         figures.log_scale(ax, values.min() / 1.5, values.max() * 1.5)
         ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
-    axes[2].plot(blocks, own, color="#000000", marker="o", markersize=3)
+    axes[2].plot(blocks, of.scaled[0], color="#000000", marker="o", markersize=3)
     axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3 if keep else 0)
     axes[2].set(xlabel="block", ylabel="alpha", title="growth in a block (grey: kept)")
     for ax in axes:
@@ -261,22 +278,20 @@ def main():
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
         with progress("measuring", [network], count * T):
-            rms, own = stream_rms(network, batches)
-        found = compare(file, path, network, own, cfg, torch.from_numpy(val), apart)
+            of = measure(network, batches)
+        found = compare(file, path, network, of, cfg, torch.from_numpy(val), apart)
         choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
         how = f"the fewest blocks whose KL is within {WITHIN:.0%} of the least, and with them the best alpha"
-        said = (
-            f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}. What is"
-        )
+        said = f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}. What is"
         said += f" not named is chosen by the table below: {how}."
-        tables = [rms_table(rms, own), said, choices_table(found, choice)]
+        tables = [rms_table(of), said, choices_table(found, choice)]
         original = next(iter(found.values()))[1].before
         tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")
         print("\n\n".join(tables))
 
-        alphas = found[choice][0]
-        student = coupled(file, path, keep, alphas).cpu()
-        how = {"alpha": alphas.tolist(), "kept": keep, "from": str(path)}
+        numbers = found[choice][0]
+        student = coupled(file, path, keep, numbers).cpu()
+        how = dict(zip(("alpha", "floor"), numbers.tolist(), strict=True)) | {"kept": keep, "from": str(path)}
         corpus_of = {"tokenizer_sha256": corpus["tokenizer_sha256"], "tokenizer": corpus["tokenizer"]}
         meta = {**student.meta, "corpus": student.meta.get("corpus", corpus_of), "coupled": how}
         write_file(student.to_file(meta), folder / "model.pt")
@@ -284,10 +299,10 @@ def main():
             with atomic_write(folder / name) as f:
                 f.write(content)
         figures, settings = Figures(folder), " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
-        shown = draw(figures, rms, own, keep)
+        shown = draw(figures, of, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         with atomic_write(folder / "couple.json", "w") as f:
-            f.write(json.dumps(as_json(rms, own, found, choice), indent=1) + "\n")
+            f.write(json.dumps(as_json(of, found, choice), indent=1) + "\n")
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")
 

@@ -4,6 +4,7 @@
     python scripts/report.py gaps out/small --by=max_iters --out=results/small   # what each setting costs
     python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=results/gpt2_small
     python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=results/coupled_posthoc
+    python scripts/report.py held_out out/smollm2/held_out.json --out=results/smollm2
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
 
 The first word chooses the report; `python scripts/report.py gaps --help` explains one. Each is a module of
@@ -15,9 +16,11 @@ import sys
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
-from scripts.studies import couple, gaps, gpt2, papers, picture
+from scripts.studies import couple, gaps, gpt2, held_out, papers, picture
 
-REPORTS = {"papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "picture": picture}
+REPORTS = {
+    "papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "held_out": held_out, "picture": picture,
+}  # fmt: skip
 
 
 def main(argv: list[str]):

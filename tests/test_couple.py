@@ -14,7 +14,7 @@ from tqdm import tqdm
 from forms import fold, load_model
 from model import CoupledBlock, KVCache, Transformer
 from nanonorm.divergence import divergence, divergences
-from scripts.couple import Couple, alphas_of, chosen, coupled, stream_rms
+from scripts.couple import Couple, chosen, coupled, fit, measure, numbers_of
 
 
 def rms(h, eps: float):
@@ -23,43 +23,62 @@ def rms(h, eps: float):
 
 @every_family
 @torch.no_grad()
-def test_alpha_makes_the_mlps_input_least_wrong(family):
-    """As lstsq has it, the first position left out; batches of different sizes. And the means of r."""
+def test_alpha_and_floor_are_the_least_squares(family):
+    """As lstsq has them, the first position left out; batches of different sizes. And the means of r."""
     model, batches = teacher_of(family), [tokens(3, 16), tokens(1, 16, seed=1), tokens(2, 7, seed=2)]
-    ratios, later, firsts = ([[] for _ in model.blocks] for _ in range(3))
+    later, firsts = ([[] for _ in model.blocks] for _ in range(2))
     for idx in batches:
         x = model.tok_emb(idx)
         for i, block in enumerate(model.blocks):
             h = x + block.attn.proj(block.attn(block.norm_attn(x), model.rope[:, : idx.shape[1]]))
             r = torch.stack((rms(x, 1e-6), rms(h, 1e-6)))  # (2, B, T)
-            ratios[i].append((r[1] / r[0])[:, 1:].flatten())
             later[i].append(r[..., 1:].flatten(1))
             firsts[i].append(r[..., 0])
             x = h + block.mlp(block.norm_mlp(h))
-    found, own = stream_rms(model, batches)
+    found, floors = measure(model, batches), 0
     for i in range(len(model.blocks)):
-        q = torch.cat(ratios[i])[:, None]
-        inverse = torch.linalg.lstsq(q, torch.ones_like(q)).solution.item()
-        assert own[i].item() == pytest.approx(1 / inverse, rel=1e-9)
+        x, h = torch.cat(later[i], 1).square()
+        terms, ones = torch.stack((x / h, 1 / h), 1), torch.ones_like(h)
+        a, (beside, b) = (torch.linalg.lstsq(terms[:, :n], ones).solution for n in (1, 2))
+        scaled, expected = (a.sqrt().item(), 0.0), (beside.sqrt().item(), (b / beside).item())
+        fits = b >= 0 and beside > 0
+        floors += fits.item()
+        assert found.scaled[:, i].tolist() == pytest.approx(scaled, rel=1e-8)
+        assert found.floored[:, i].tolist() == pytest.approx(expected if fits else scaled, rel=1e-6)
         for position, r in enumerate((firsts, later)):
-            torch.testing.assert_close(found[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
-    torch.testing.assert_close(alphas_of(own, 1, "layer"), own[1:], rtol=0, atol=0)
-    torch.testing.assert_close(alphas_of(own, 1, "mean"), own[1:].mean().expand(2), rtol=1e-15, atol=0)
-    assert alphas_of(own, 0, "none").tolist() == [1.0] * 3 and alphas_of(own, 2, 1.5).tolist() == [1.5]
+            torch.testing.assert_close(found.rms[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
+    assert floors  # else the second fit was never looked at
+    torch.testing.assert_close(numbers_of(found, 1, "layer"), found.scaled[:, 1:], rtol=0, atol=0)
+    torch.testing.assert_close(numbers_of(found, 1, "floor"), found.floored[:, 1:], rtol=0, atol=0)
+    mean = found.scaled[0, 1:].mean().expand(2)
+    torch.testing.assert_close(numbers_of(found, 1, "mean")[0], mean, rtol=1e-15, atol=0)
+    assert numbers_of(found, 0, "none").tolist() == [[1.0] * 3, [0.0] * 3]
+    assert numbers_of(found, 2, 1.5).tolist() == [[1.5], [0.0]]
     assert all(not block._forward_pre_hooks for block in model.blocks)
+
+
+def test_a_fit_is_never_below_zero():
+    """What attention adds shrinks as the stream grows; the stream is the same everywhere."""
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    for r_x2, r_h2 in ((x, 2 * x - 0.5), (torch.ones_like(x), x)):
+        terms = torch.stack((r_x2 / r_h2, 1 / r_h2, torch.ones_like(x)))
+        (alpha, floor), without = (fit(terms @ terms.T, floor) for floor in (True, False))
+        assert alpha > 0 and floor >= 0 and without[1] == 0
+        assert r_x2[0] == r_x2[1] or (alpha, floor) == tuple(without)
 
 
 @every_family
 @torch.no_grad()
-def test_a_coupled_block_divides_by_alpha_times_the_attentions_rms(family):
+def test_a_coupled_block_divides_by_what_alpha_and_floor_make_of_the_attentions_rms(family):
     teacher = teacher_of(family)
     student, x = student_of(teacher), torch.randn(2, 16, 24, dtype=torch.float64)
     assert [type(block) is CoupledBlock for block in student.blocks] == [False, True, True]
-    for i, alpha in ((1, 1.3), (2, 0.8)):
+    for i, alpha, floor in ((1, 1.3, 0.5), (2, 0.8, 0.0)):
         block, rope = teacher.blocks[i], teacher.rope[:, :16]
         sigma = rms(x, 1e-6)[..., None]
+        second = alpha * (sigma.square() + floor).sqrt()
         h = x + block.attn.proj(block.attn(x / sigma * block.norm_attn.weight, rope))
-        out = h + block.mlp(h / (alpha * sigma) * block.norm_mlp.weight)
+        out = h + block.mlp(h / second * block.norm_mlp.weight)
         assert scale_of_difference(student.blocks[i](x, rope), out) < 1e-12
 
 
@@ -84,7 +103,7 @@ def test_the_folded_student_is_the_student_and_decodes_as_it(family):
 def test_all_but_the_mlps_gains_are_the_files_tensors():
     teacher = teacher_of()
     file = teacher.to_file({})
-    student = coupled(file, "file", 2, torch.tensor([1.25]))
+    student = coupled(file, "file", 2, torch.tensor([[1.25], [0.0]]))
     others = {n: p for n, p in student.named_parameters() if p.data_ptr() != file["state"][n].data_ptr()}
     assert list(others) == ["blocks.2.norm_mlp.weight"]
     torch.testing.assert_close(others["blocks.2.norm_mlp.weight"] * 1.25, teacher.blocks[2].norm_mlp.weight)
@@ -125,7 +144,7 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
     rows = [row.split(" | ") for row in said.splitlines() if row.startswith("| ") and row.count("|") == 8]
     rows = [row for row in rows if "---" not in row[1]]
     assert [(row[0].strip("| "), row[1]) for row in rows[1:]] == [
-        (str(kept), alpha) for kept in (0, 1, 2) for alpha in ("none", "mean", "layer", "1.2")
+        (str(kept), alpha) for kept in (0, 1, 2) for alpha in ("mean", "layer", "floor", "1.2")
     ]
     assert sum("written" in row[-1] for row in rows) == 1 and "written" in rows[8][-1]
     assert {p.name for p in out.iterdir()} == {
@@ -134,7 +153,7 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
     assert said.split("\n\n")[0] in (out / "couple.md").read_text()
     student, teacher = load_model(out / "model.pt"), load_model(base / "ckpt.pt")
     assert (student.config.norm, student.config.coupled_from_layer) == ("coupled", 1)
-    assert student.meta["coupled"]["alpha"] == [1.2, 1.2]
+    assert student.meta["coupled"]["alpha"] == [1.2, 1.2] and not student.config.coupled_floor
     gains = [m.blocks[1].norm_mlp.weight for m in (student, teacher)]
     torch.testing.assert_close(1.2 * gains[0], gains[1])
     assert torch.equal(student.blocks[0].norm_mlp.weight, teacher.blocks[0].norm_mlp.weight)

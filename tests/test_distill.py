@@ -43,8 +43,9 @@ def teacher_of(family: str = "llama", dtype=torch.float64, **more) -> Transforme
 
 
 def student_of(teacher: Transformer) -> Transformer:
-    """The teacher with CoupledNorm from its second block on, and an alpha of its own in each."""
-    return coupled(teacher.to_file({}), "file", 1, torch.tensor([1.3, 0.8], dtype=torch.float64))
+    """The teacher with CoupledNorm from its second block on, each with an alpha, one with a floor."""
+    numbers = torch.tensor([[1.3, 0.8], [0.5, 0.0]], dtype=torch.float64)
+    return coupled(teacher.to_file({}), "file", 1, numbers)
 
 
 def pair(family: str = "llama", kind: str = "dora", dtype=torch.float64, rank: int = 4, targets=None):

@@ -1,0 +1,66 @@
+"""Distilled networks on held-out texts: mean and standard deviation over seeds of what evaluate.py measured.
+
+    python scripts/evaluate.py TEACHER START OUT/*/seed*/folded.pt --data=... --kl=True --out=held_out.json
+    python scripts/report.py held_out held_out.json --out=results/smollm2
+
+The first network is the one that gaps and KL are to. Those in NAME/seed1/, NAME/seed2/ are one row, NAME.
+Writes held_out.md.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanonorm.errors import BadInput
+from scripts.studies.runs import read_json
+from scripts.studies.stats import spread
+from scripts.studies.tables import markdown, report_folder, write_markdown
+
+
+@dataclass
+class Knobs:
+    """What is reported."""
+
+    out: str = "results/smollm2"  # folder to write
+
+
+def name_of(model: str) -> str:
+    """NAME of "NAME/seed1/folded.pt"; of any other path its folder, or its last part."""
+    path = Path(model)
+    folder = path.parent if path.suffix == ".pt" else path
+    return folder.parent.name if re.fullmatch(r"seed\d+", folder.name) else folder.name
+
+
+def table(rows: list[dict], key: str, sign: str = "") -> str:
+    """A row a network, a column a text, in the cells a value of the rows of evaluate.py."""
+    found = {}  # name -> text -> values by seed
+    for row in rows:
+        found.setdefault(name_of(row["model"]), {}).setdefault(row["data"], []).append(row[key])
+    texts = next(iter(found.values()))
+    cells = {name: [spread(values, 4, sign) for values in of.values()] for name, of in found.items()}
+    lines = [[name, len(found[name][next(iter(texts))]), *line] for name, line in cells.items()]
+    return markdown(lines, ["network", "n", *(Path(text).name for text in texts)])
+
+
+def main(k: Knobs, words: list[str], command: str) -> str:
+    if len(words) != 1:
+        raise BadInput(
+            "name the file that evaluate.py wrote: python scripts/report.py held_out held_out.json"
+        )
+    found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
+    teacher, others = ([r for r in found["rows"] if (r["kl"] is None) == first] for first in (True, False))
+    if not others:
+        raise BadInput(f"{words[0]} has no KL; evaluate two networks or more, with --kl=True")
+    size, text = f"{teacher[0]['targets']:,} tokens", Path(teacher[0]["data"]).name
+    how = f"Nats a token, over {size} of {text} and alike, in windows of {teacher[0]['block_size']}; ± is a "
+    how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
+    text = ["# Distilled, on held-out texts", command, how]
+    text += ["Cross-entropy of the first network, the teacher", table(teacher, "ce")]
+    text += [
+        "Cross-entropy above the teacher's",
+        table(others, "gap", "+"),
+        "KL to the teacher",
+        table(others, "kl"),
+    ]
+    write_markdown(report_folder(k.out) / "held_out.md", text)
+    return "\n\n".join(text)
