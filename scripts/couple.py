@@ -282,8 +282,8 @@ def main():
         found = compare(file, path, network, of, cfg, torch.from_numpy(val), apart)
         choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
         how = f"the fewest blocks whose KL is within {WITHIN:.0%} of the least, and with them the best alpha"
-        said = f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}. What is"
-        said += f" not named is chosen by the table below: {how}."
+        said = f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}."
+        said += f" What is not named is chosen by the table below: {how}."
         tables = [rms_table(of), said, choices_table(found, choice)]
         original = next(iter(found.values()))[1].before
         tables.append(f"Before any training; the original's cross-entropy is {original:.4f} nats a token.")
