@@ -1,0 +1,94 @@
+"""What the study of a real network needs beside what others share: windows with a begin token in front, items
+of multiple choice, and the table of held-out texts."""
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_tokenizer import gpt2, put
+
+import data
+from data.sampling import train_batch
+from data.tokenizer import load_tokenizer
+from data.windows import cut, main
+from nanonorm.errors import BadInput
+from scripts.harness.continuations import items as made_items
+from scripts.harness.continuations import passages
+from scripts.studies.held_out import table
+
+
+def test_windows_are_of_all_the_text_and_begin_with_the_token():
+    text = np.arange(100, 200, dtype="<u2")
+    every = cut(text, 11, 1 << 40, 7)
+    assert every.shape == (10, 11) and (every[:, 0] == 7).all()
+    assert np.array_equal(every[:, 1:].ravel(), text)
+    some = cut(text, 11, 35, 7)
+    assert some[:, 1].tolist() == [100, 140, 190] and len(cut(text, 11, 1, 7)) == 1
+
+
+@pytest.fixture
+def mixed(tmp_path, monkeypatch) -> Path:
+    """Windows of 8 of two texts, in tokens that have a begin token of their own."""
+    tokenizer, folders = load_tokenizer(put(tmp_path / "gpt2", gpt2(bos_token="!"))), []
+    for letter in "ab":
+        parts = [(letter * (20 + i), True) for i in range(40)]
+        folders.append(tmp_path / letter)
+        folders[-1].mkdir()
+        splits = (lambda parts=parts: parts, lambda parts=parts: parts[:9])
+        data.prepare(*splits, folders[-1], None, letter, tokenizer)
+    flags = ["--block_size=8", "--train_tokens=80", "--val_tokens=24", f"--out_dir={tmp_path / 'mixed'}"]
+    monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, folders), *flags])
+    main()
+    return tmp_path / "mixed"
+
+
+def test_a_corpus_of_windows_is_read_window_by_window(mixed):
+    meta, train, val = data.open_corpus(mixed, 8)
+    begin = load_tokenizer(mixed).special_id("bos_token")
+    assert (meta["block_size"], len(train), len(val)) == (8, 160, 48)
+    cfg = SimpleNamespace(seed=1, block_size=8, batch_size=200, draw_size=None)
+    (x,), _ = train_batch(torch.from_numpy(train), cfg, 0, [0], "cpu", meta["block_size"])
+    assert (x[:, 0] == begin).all() and not (x[:, 1:] == begin).any()
+    rows = train.reshape(-1, 8)[:-1].tolist()  # behind the last window there is no target
+    assert set(map(tuple, x.tolist())) == set(map(tuple, rows))
+    with pytest.raises(BadInput, match="cut into windows of 8 tokens, not 4"):
+        data.open_corpus(mixed, 4)
+
+
+def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path):
+    """No passage serves twice, none reaches into another document, and the same seed makes the same items."""
+    text = tmp_path / "text.txt"
+    documents = [" ".join(f"{d}.{i}" for i in range(100)) for d in range(20)]
+    text.write_text("\n<|endoftext|>\n".join(documents))
+    found = passages(text)
+    assert len(found) == 20 * 3 and all(len({word.split(".")[0] for word in words}) == 1 for words in found)
+    made = made_items(text, 12, np.random.default_rng(3))
+    assert (
+        made
+        == made_items(text, 12, np.random.default_rng(3))
+        != made_items(text, 12, np.random.default_rng(4))
+    )
+    ends = [end for item in made for end in item["ends"]]
+    assert len(set(ends)) == 60 and len({item["answer"] for item in made}) == 5
+    for item in made:
+        whole = item["start"] + " " + item["ends"][item["answer"]]
+        assert sum(whole in document for document in documents) == 1
+    with pytest.raises(BadInput, match="has 60 passages, 13 items need 65"):
+        made_items(text, 13, np.random.default_rng(0))
+
+
+def test_a_row_of_held_out_texts_is_a_mean_over_seeds():
+    rows, scale = [], {"a": 1, "b": 2}
+    for name, seed, text in itertools.product(("dora", "full"), (1, 3), scale):
+        run = f"out/{name}/seed{seed}/folded.pt"
+        rows.append({"model": run, "data": f"data/{text}", "kl": seed * scale[text]})
+    rows.append({"model": "out/start", "data": "data/a", "kl": 0.5})
+    rows.append({"model": "out/start", "data": "data/b", "kl": 0.25})
+    lines = table(rows, "kl").splitlines()
+    assert lines[0] == "| network | n | a | b |"
+    assert lines[2] == "| dora | 2 | 2.0000 ± 1.4142 | 4.0000 ± 2.8284 |"
+    assert lines[4] == "| start | 1 | 0.5000 | 0.2500 |"
