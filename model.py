@@ -34,7 +34,7 @@ from nanonorm.generation import generate
 from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
-from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, recomputed
+from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 
@@ -90,6 +90,8 @@ class ModelKnobs:
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01  # mu, of c's and s_tgt's averages
     calib_skip_first: Annotated[bool, TAPER, FREE] = False  # position 0 is left out of the calibration
+    # so are tokens whose scale is above so many times the micro-batch's median; None: none
+    sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, TAPER, FREE, Since(4)] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
     # a block's MLP adds a number of its own to the reused mean square (not in the paper)
@@ -205,10 +207,10 @@ class Norm(nn.Module):
         return torch.addcmul(self.normalize(x, weight, bias), x, fixed).to(h.dtype)
 
     def moments(self, h, weight):
-        """(|x w|^2 * inverse(x), |x w|^2) of every token. (..., D) -> (...), (...)"""
+        """(|x w|^2 * inverse(x), |x w|^2, inverse(x)) of every token. (..., D) -> 3 (...)"""
         x = self.centred(h)
-        power = (x * weight).square().sum(-1, keepdim=True)
-        return (power * self.inverse(x)).squeeze(-1), power.squeeze(-1)
+        power, inverse = (x * weight).square().sum(-1), self.inverse(x).squeeze(-1)
+        return power * inverse, power, inverse
 
     def bare(self) -> "Norm":
         """The same statistic, without gain and shift."""
@@ -333,11 +335,13 @@ class Taper(Tracker):
     own; of the norm that it wraps it keeps the statistic.
     """
 
-    quantities, gains = ("ema_num", "ema_den"), ("weight", "weight_tilde")
+    quantities, shown, gains = ("ema_num", "ema_den"), ("output",), ("weight", "weight_tilde")
 
-    def __init__(self, norm: Norm, skip_first: bool = False, ema_rate: float = 0.01):
+    def __init__(
+        self, norm: Norm, skip_first: bool = False, ema_rate: float = 0.01, sink_multiple: float | None = None
+    ):
         super().__init__(ema_rate)
-        self.norm, self.skip_first = norm.bare(), skip_first
+        self.norm, self.skip_first, self.sink_multiple = norm.bare(), skip_first, sink_multiple
         self.gate = self.gate_values = torch.ones(())  # a Transformer puts views of its own gates here
         for name in self.gains:
             self.register_parameter(name, nn.Parameter(norm.weight.detach().clone()))
@@ -361,9 +365,16 @@ class Taper(Tracker):
         return scaled(h, self.fixed(), self.bias, self.norm.centres)
 
     def observe(self, h):
-        """num = |x w|^2 * inverse(x) and den = |x w|^2 of every token. h: (B, T, D), or (B, T, heads, C)."""
+        """num = |x w|^2 * inverse(x), den = |x w|^2, output = |x w|^2 * inverse(x)^2 of every token that
+        counts. h: (B, T, D), or (B, T, heads, C)."""
         h = (h[:, 1:] if self.skip_first else h).detach()
-        self.add(*self.norm.moments(h, self.weight.detach()))
+        num, den, inverse = self.norm.moments(h, self.weight.detach())
+        self.add(num, den, num * inverse, counts=ordinary(inverse, self.sink_multiple))
+
+    def residual(self):
+        """Which share of the norm's output c_now() would leave, on the last step's tokens. 0-dim, to 1e-6"""
+        (num, den, output), c = self.means(), self.c_now()
+        return 1 - c * (2 * num - c * den) / output
 
     def c_now(self):
         """c* = E[|x w|^2 * inverse] / E[|x w|^2], the least-squares fit of c x w to the norm of h. 0-dim."""
@@ -400,7 +411,7 @@ class MeanScaleTaper(Taper):
     c follows it as long as a gate is above 0: in step k it is made of the steps before k.
     """
 
-    quantities, gains, phases = ("ema_s",), ("weight",), ("norm", "blend")
+    quantities, shown, gains, phases = ("ema_s",), ("square",), ("weight",), ("norm", "blend")
     set_phase = Tracker.set_phase
 
     @property
@@ -426,7 +437,13 @@ class MeanScaleTaper(Taper):
         return (at(self.gate), at(self.gate_values)) if both else at(self.gate)
 
     def observe(self, h):
-        self.add(self.norm.scale((h[:, 1:] if self.skip_first else h).detach()).squeeze(-1))
+        s = self.norm.scale((h[:, 1:] if self.skip_first else h).detach()).squeeze(-1)
+        self.add(s, s.square(), counts=ordinary(1 / s, self.sink_multiple))
+
+    def residual(self):
+        """E (c s - 1)^2, which counts every token alike."""
+        (s, square), c = self.means(), self.c_now()
+        return 1 - c * (2 * s - c * square)
 
     def c_now(self):
         return 1 / self.corrected()[0]
@@ -443,7 +460,7 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     """The norm of a site, "block", "final" or "qk" (queries or keys, always RMSNorm)."""
     norm = RMSNorm(c.head_dim, c.norm_eps) if site == "qk" else NORMS[c.norm].make(c)
     if c.taper_qk if site == "qk" else site in TAPERED_SITES[c.taper]:
-        return CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate)
+        return CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate, c.sink_multiple)
     return norm
 
 

@@ -243,6 +243,10 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
         line["gate"] = mean_gate(model.gate)
     for name, norm in model.taper_norms().items():
         line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
+        if model.phase in norm.phases:  # c still moves
+            line[f"taper/residual.{name}"] = norm.residual().item()
+            if norm.sink_multiple is not None:
+                line[f"taper/sinks.{name}"] = norm.left_out().item()
     return line
 
 

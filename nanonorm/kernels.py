@@ -100,11 +100,11 @@ def rms_norm_and_inverse(norm, h, differentiable: bool):
 
 
 def rms_moments(norm, h, weight):
-    """moments: |x w|^2 / r(x) and |x w|^2, without the squares in memory. (..., D) -> (...), (...)"""
+    """moments: |x w|^2 / r(x), |x w|^2 and 1 / r(x), without the squares in memory. (..., D) -> 3 (...)"""
     x = norm.centred(h)
     r = torch.sqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + norm.eps)
     power = torch.linalg.vector_norm(x * weight, dim=-1).square()
-    return power / r, power
+    return power / r, power, 1 / r
 
 
 class EagerRMSNorm(torch.autograd.Function):

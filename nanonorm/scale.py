@@ -15,14 +15,22 @@ from nanonorm.errors import ModelError
 from nanonorm.kernels import upcast
 
 
+def ordinary(inverse, multiple: float | None):
+    """Which tokens of a micro-batch are no sinks: their r, given as 1/r, is at most `multiple` times the
+    median there. At least half always are, however fast the stream grows. (...) -> bool (...); None: all."""
+    return None if multiple is None else multiple * inverse >= inverse.median()
+
+
 class Tracker(nn.Module):
     """Bias-corrected EMAs of token means, one observation per optimizer step, collected in some phases.
 
     `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
-    its tokens and, last, the number of tokens; observe_step turns it into the observation.
+    the tokens that count, of what is only `shown`, the number of tokens that count and that of all;
+    observe_step turns it into the observation. `last` are those of the last step, over all ranks.
     """
 
     quantities: tuple[str, ...]
+    shown: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("norm",)  # in which it collects
 
     def __init__(self, rate: float):
@@ -32,7 +40,9 @@ class Tracker(nn.Module):
         self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*self.quantities, "ema_count"):
             self.register_buffer(name, torch.tensor(0.0))
-        self.register_buffer("sums", torch.zeros(len(self.quantities) + 1), persistent=False)
+        for name in ("sums", "last"):
+            size = len(self.quantities) + len(self.shown) + 2
+            self.register_buffer(name, torch.zeros(size), persistent=False)
 
     def set_phase(self, phase: str):
         self.phase = phase
@@ -41,10 +51,20 @@ class Tracker(nn.Module):
         seen_before = self.repeating or not torch.is_grad_enabled()
         return self.phase in self.phases and self.training and not seen_before
 
-    def add(self, *values):
-        """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity."""
-        totals = [v.sum() for v in values]
-        self.sums.add_(torch.stack((*totals, torch.full_like(totals[0], values[0].numel()))))
+    def add(self, *values, counts=None):
+        """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity, then what
+        is shown; counts: which tokens do, None: all."""
+        totals = [(v if counts is None else v.where(counts, 0)).sum() for v in values]
+        every = torch.full_like(totals[0], values[0].numel())
+        self.sums.add_(torch.stack((*totals, every if counts is None else counts.sum().to(every), every)))
+
+    def means(self) -> torch.Tensor:
+        """Of each quantity, then of what is shown, over the last step's tokens that count."""
+        return self.last[:-2] / self.last[-2]
+
+    def left_out(self) -> torch.Tensor:
+        """Which share of the last step's tokens did not count. 0-dim"""
+        return 1 - self.last[-2] / self.last[-1]
 
     def averages(self) -> list:
         return [getattr(self, name) for name in self.quantities]
@@ -71,9 +91,10 @@ def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     flat = torch.cat([t.sums for t in trackers])
     if all_reduce is not None:
         all_reduce(flat)
+    torch._foreach_copy_([t.last for t in trackers], flat.split([len(t.sums) for t in trackers]))
     means, averages = [], []
-    for t, sums in zip(trackers, flat.split([len(t.sums) for t in trackers]), strict=True):
-        means += (sums[:-1] / sums[-1]).unbind()
+    for t in trackers:
+        means += t.means()[: len(t.quantities)].unbind()
         averages += t.averages()
     torch._foreach_lerp_(averages, means, rate)
     torch._foreach_add_([t.ema_count for t in trackers], 1.0)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forms import fold
 from model import LayerNorm, RMSNorm, Taper, Transformer
 from nanonorm.optimizer import grad_norms
+from nanonorm.scale import observe_step
 
 EXACT = 1e-12  # float64: the same few operations in another order, 1e-16 each
 RATE = 0.01  # ema_rate's default, the paper's mu
@@ -172,6 +173,69 @@ def test_c_is_the_least_squares_fit_of_the_scaling_to_the_norm(variant, skip_fir
         assert abs(norm.c.item() / fits[not skip_first] - 1) > 1e-4  # the option shows
 
 
+def with_sinks(variant: str, multiple: float | None) -> tuple[Transformer, dict[str, list], tuple]:
+    """A model in its norm phase that has seen a batch with a sink in mid-window, and what its norms saw."""
+    model, (idx, targets) = in_norm_phase(variant, sink_multiple=multiple), batch(3, 16)
+    with torch.no_grad():
+        model.tok_emb.weight[idx[1, 7]] *= 100
+    seen = recorded(model)
+    model(idx, targets)
+    model.update_statistics()
+    return model, seen, (idx == idx[1, 7])
+
+
+@every_tapered
+@pytest.mark.parametrize("multiple", [3.0, None])
+def test_c_is_fitted_to_the_tokens_that_are_no_sinks(variant, multiple):
+    """And what is logged of it: which share it leaves of the norm's output, and which share of tokens it does
+    not see. By hand from what each norm saw, heads of queries and keys among them."""
+    model, seen, planted = with_sinks(variant, multiple)
+    for name, norm in model.taper_norms().items():
+        (h,), gain = seen[name], norm.weight.detach()
+        x, _ = normalized(h, norm.norm.centres, 0.0)
+        s = torch.sqrt(x.pow(2).mean(-1) + norm.norm.eps)
+        counts = torch.ones_like(s, dtype=torch.bool)
+        if multiple is not None:  # an even number has two medians: the upper one of r
+            counts = s <= multiple * s.flatten().sort().values[s.numel() // 2]
+        s, x = s[counts], (x * gain)[counts]
+        if "calibration" in VARIANTS[variant]:
+            c = 1 / s.mean()
+            left = (c * s - 1).square().mean()
+        else:
+            c = torch.linalg.lstsq(x.reshape(-1, 1), (x / s[:, None]).reshape(-1, 1)).solution.item()
+            left = (c * x - x / s[:, None]).square().sum() / (x / s[:, None]).square().sum()
+        assert norm.c_now().item() == pytest.approx(float(c), rel=1e-10), name
+        assert norm.residual().item() == pytest.approx(left.item(), rel=1e-9), name
+        assert norm.left_out().item() == pytest.approx(1 - counts.double().mean().item(), abs=1e-12)
+        if name == "0.attn" and multiple is not None:
+            assert torch.equal(~counts, planted)  # they, and no others
+    if multiple is not None and "0.attn" in model.taper_norms():
+        dragged = with_sinks(variant, None)[0].taper_norms()["0.attn"]
+        ours = model.taper_norms()["0.attn"]
+        assert dragged.c_now() < ours.c_now() / 2 and dragged.residual() > 3 * ours.residual()
+
+
+@every_tapered
+def test_a_multiple_that_no_token_reaches_changes_no_bit(variant):
+    runs = []
+    for multiple in (None, 1e6):
+        model = in_norm_phase(variant, sink_multiple=multiple)
+        for step in range(3):
+            model(*batch(seed=step))
+            model.update_statistics()
+        runs.append(model)
+    assert all(torch.equal(a, b) for a, b in zip(*(state_of(m).values() for m in runs), strict=True))
+    assert all(norm.left_out() == 0 for norm in runs[1].taper_norms().values())
+
+
+def test_at_least_half_of_the_tokens_count_however_the_stream_grows():
+    norm = taper_norm(False, "norm", sink_multiple=1.0)
+    for size in (1.0, 1e4):
+        norm(stream(4, 25, seed=1) * size)
+        observe_step([norm], RATE)
+        assert 0.4 < norm.left_out() <= 0.5
+
+
 @pytest.mark.parametrize("steps", [1, 2, 50])
 @pytest.mark.parametrize("dtype, digits", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_a_constant_stream_gives_the_constant_after_any_number_of_steps(steps, dtype, digits):
@@ -230,7 +294,7 @@ def test_micro_batches_of_any_size_make_one_observation(skip_first):
             parts(idx[piece], targets[piece])
         parts.update_statistics(lambda flat: reductions.append(flat.clone()))
     assert len(reductions) == 3  # once per optimizer step, whatever the number of micro-batches
-    assert reductions[0].numel() == 3 * 4 + 2  # everything in one message
+    assert reductions[0].numel() == 5 * 4 + 3  # everything in one message
     ours, wanted = state_of(parts), state_of(big)
     names = [n for n in wanted if n.split(".")[-1].startswith("ema_")]
     assert len(names) == 4 * 3 + 2
