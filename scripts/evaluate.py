@@ -2,7 +2,6 @@
 
     python scripts/evaluate.py out/vanilla out/all --data=tinystories
     python scripts/evaluate.py gpt2 schaeff/gpt2-small_LNFree300 --data=data/owt_held_out,data/pile_held_out
-    python scripts/evaluate.py gpt2 --data=data/owt_held_out --calibration
 
 PATH is a run folder, a model file, an export, a GGUF file, a Hugging Face folder or a hub id; what our reader
 refuses of the last two, transformers reads. Whatever tapers is at gate 0. --data names prepared corpora,
@@ -14,8 +13,6 @@ first token too, from the block before.) No begin token is added, nothing is mas
 are in nats a token; "no end" leaves the targets out that are the end-of-text token. A loss is kept for every
 token and summed in their order, in float64, so the batch size is of no account. The gap is to --vanilla, or
 to the first PATH; "its gap" is the paper's, to its vanilla, and stands only beside a whole set.
-
---calibration prints, instead of losses, what position 0 does to c (scripts/studies/calibration.py).
 
 Prints a table, then a line of JSON, which --out=x.json keeps.
 """
@@ -35,7 +32,6 @@ from tqdm import tqdm
 
 from bench import hardware
 from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
-from model import Transformer
 from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.kernels import upcast
@@ -43,7 +39,6 @@ from nanonorm.log import say
 from nanonorm.machine import pick_device
 from nanonorm.typed import Count, Positive
 from scripts.exports.networks import Network, open_network
-from scripts.studies import calibration
 from scripts.studies.table4 import CONTEXT, paper_says, row_of
 from scripts.studies.tables import markdown
 
@@ -62,7 +57,6 @@ class Evaluate:
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # bfloat16: autocast of float32 weights
     kl: bool = False  # KL(vanilla || network) as well, for which the vanilla network runs beside each other
-    calibration: bool = False  # print what position 0 does to c, in place of losses
     within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
     out: str | None = None  # .json file for the numbers
 
@@ -223,37 +217,18 @@ def loss_table(rows: list[dict]) -> str:
     return markdown(table, ["model", "data", *COLUMNS])
 
 
-def calibrations(k: Evaluate, networks, texts: list[Text], T: int, device) -> list[dict]:
-    """Print a table a network and text; returns the rows of all. Raises: BadInput."""
-    found = []
-    for network in networks:
-        if not isinstance(network.model, Transformer):
-            raise BadInput(f"--calibration needs a network that our own reader takes: {network.remark}")
-        for text in texts:
-            blocks = text.blocks(T, k.blocks)
-            some = (idx for _, idx in batches(blocks, k.batch_size, device, network.title))
-            rows = calibration.measure(network.model, some, device)
-            print(f"\n{network.name} on {text.name}, {len(blocks):,} blocks of {T:,}\n")
-            print(calibration.table(rows))
-            found += [{"model": network.name, "data": text.name, **row} for row in rows]
-    return found
-
-
 # ---------------------------------------------------------------------------------------------------------
 # the command
 
 
 def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     """(the knobs, the networks to evaluate, the vanilla one first). Raises: BadInput."""
-    argv = ["--calibration=True" if word == "--calibration" else word for word in argv]
     k, _, words = parse(Evaluate, argv, usage=__doc__)
     names = list(dict.fromkeys(([k.vanilla] if k.vanilla else []) + words))
     if not words or not k.data:
         usage = "python scripts/evaluate.py PATH... --data=FOLDER[,FOLDER...]"
         raise BadInput(f"name networks and text to evaluate them on: {usage}")
     check_out("out", k.out, ".json")
-    if k.calibration and (k.within or k.dtype == "bfloat16"):
-        raise BadInput("--calibration has no losses to hold to --within, and computes in float32 or float64")
     return k, names
 
 
@@ -304,27 +279,19 @@ def main(argv: list[str]):
         n = len(text.blocks(T, k.blocks))
         cut = f"{n:,} blocks of {T:,}, {len(text.tokens) - n * T:,} tokens left out"
         print(f"data     {text.name}: {cut}; {text.manifest.source}")
-    measure = "c of TaperNorm (c*) and of FakeLN (1 / mean), times the mean sigma of positions 1 and on"
-    if not k.calibration:
-        measure = f"nats a token, {T - 1:,} targets a block; gaps to {names[0]}"
-    print(f"measure  {measure}", flush=True)
+    print(f"measure  nats a token, {T - 1:,} targets a block; gaps to {names[0]}", flush=True)
 
-    loaded = opened(networks, k, device)
-    if k.calibration:
-        rows = calibrations(k, loaded, texts, T, device)
-    else:
-        vanilla, teacher = {}, placed(open_network(names[0]), k, device) if k.kl else None
-        rows = [
-            evaluate(network, text, T, k, device, vanilla, teacher) for network in loaded for text in texts
-        ]
-        print(f"\n{loss_table(rows)}")
+    loaded, vanilla = opened(networks, k, device), {}
+    teacher = placed(open_network(names[0]), k, device) if k.kl else None
+    rows = [evaluate(network, text, T, k, device, vanilla, teacher) for network in loaded for text in texts]
+    print(f"\n{loss_table(rows)}")
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}
     finish(report, k.out)
     if k.within and not any(row["paper"] for row in rows):
         raise BadInput("--within: the paper has no figure of these networks on these texts")
-    far = [row for row in rows if k.within and row.get("paper") and abs(row["ce"] - row["paper"]) > k.within]
+    far = [row for row in rows if k.within and row["paper"] and abs(row["ce"] - row["paper"]) > k.within]
     if far:
         row = far[0]
         off = f"{row['model']} has {row['ce']:.4f} on {row['data']}, the paper {row['paper']:.4f}"

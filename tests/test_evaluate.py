@@ -1,5 +1,5 @@
 """scripts/evaluate.py: its figures are those of a direct computation, whatever the batch and whoever reads
-the network; the calibration table is TaperNorm's own calibration; errors are one line."""
+the network; errors are one line."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import BPE_SIZE, one_line, tiny
 from safetensors.torch import load_file, save_file
-from test_hub import change, made
+from test_hub import made
 from test_init_from import hf_folder
 
 import data
@@ -23,7 +23,7 @@ from nanonorm.errors import BadInput, ModelError
 from scripts import evaluate
 from scripts.exports import Job, describe, hf
 from scripts.exports.networks import by_transformers, open_network
-from scripts.studies import calibration, table4
+from scripts.studies import table4
 
 # float64: sums of a few thousand losses in another order; the logits of a block differ by 1e-15
 EXACT = 1e-12
@@ -281,7 +281,6 @@ def test_a_table_is_of_one_block_size(capsys, text, tmp_path):
         (["RUN", "--data=SHORT"], "not one block of 16"),
         (["RUN", "--data=TEXT", "--out=x.txt"], "must be a .json file"),
         (["WILD", "--data=TEXT"], "is nan"),
-        (["FOLDED", "--data=TEXT", "--calibration"], "no norm"),
     ],
 )
 def test_errors_are_one_line(argv, said, capsys, text, corpus, tmp_path):
@@ -290,12 +289,11 @@ def test_errors_are_one_line(argv, said, capsys, text, corpus, tmp_path):
     wild = network()
     wild.tok_emb.weight.data *= 1e200  # finite, which a file must be; its logits are not
     put(wild, tmp_path / "wild", text)
-    put(fold(network("layernorm-all")), tmp_path / "folded", text)
     short = tmp_path / "short"
     data.prepare(lambda: [("abc", True)], lambda: [("abc", True)], short_of(short), None, "short",
                  tokenizer=load_tokenizer(text))  # fmt: skip
     where = {"RUN": tmp_path / "run", "SMALL": tmp_path / "small", "WILD": tmp_path / "wild", "OTHER": corpus,
-             "FOLDED": tmp_path / "folded", "SHORT": short, "TEXT": text}  # fmt: skip
+             "SHORT": short, "TEXT": text}  # fmt: skip
     argv = [re.sub(r"[A-Z]{3,}", lambda m: str(where[m[0]]), word) for word in argv]
     with pytest.raises((BadInput, ModelError)) as error:
         run(capsys, *argv)
@@ -354,65 +352,6 @@ def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_pat
     assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
     with pytest.raises(BadInput, match=r"the paper 3\.0797, more than 0\.005 apart"):
         run(capsys, folder, f"--data={owt}", "--within=0.005")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# position 0
-
-
-@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-all-aux"])
-def test_c_is_what_a_calibration_gives(variant, text):
-    """On the same tokens: TaperNorm's own averages after one step, with position 0 and without."""
-    idx = blocks_of(text, 16)[:6]
-    for skip, key in ((False, "c"), (True, "c_skip_first")):
-        model = network(variant, phase="norm", calib_skip_first=skip).train()
-        rows = calibration.measure(model, idx.split(4), torch.device("cpu"))
-        model(idx)
-        model.update_statistics()
-        own = {name: norm.c_now().item() for name, norm in model.taper_norms().items()}
-        assert len(rows) == len(own) == 5
-        for row, c in zip(rows, own.values(), strict=True):
-            assert row[key] == pytest.approx(c, rel=1e-6), row["site"]
-
-
-def test_position_0_drags_c_down_and_hardly_the_mean(capsys, text, tmp_path):
-    model = network("layernorm", positions="learned")
-    model.pos_emb.weight.data[0] *= 100
-    folder = put(model, tmp_path / "run", text)
-    flags = (f"--data={text}", "--dtype=float64", "--calibration")
-    said, rows = run(capsys, folder, *flags)
-    assert [row["site"] for row in rows] == [
-        "blocks.0.norm_attn", "blocks.0.norm_mlp", "blocks.1.norm_attn", "blocks.1.norm_mlp", "norm_final"
-    ]  # fmt: skip
-    first = rows[0]
-    idx = blocks_of(text, 16)
-    with torch.no_grad():
-        h = model.tok_emb(idx) + model.pos_emb.weight
-    sigma = (h.var(-1, correction=0) + model.config.norm_eps).sqrt()
-    power = ((h - h.mean(-1, keepdim=True)) * model.blocks[0].norm_attn.weight).square().sum(-1)
-    assert first["sigma_first"] == pytest.approx(sigma[:, 0].mean().item(), rel=1e-9)
-    assert first["sigma_others"] == pytest.approx(sigma[:, 1:].mean().item(), rel=1e-9)
-    assert first["c"] == pytest.approx(((power / sigma).sum() / power.sum()).item(), rel=1e-9)
-    assert first["c_mean_scale"] == pytest.approx(1 / sigma.mean().item(), rel=1e-9)
-    assert first["sigma_first"] > 20 * first["sigma_others"]
-    assert first["c_times_sigma"] < 0.1 < 0.8 < first["c_skip_first_times_sigma"] < 1.2
-    assert first["c_times_sigma"] < first["c_mean_scale_times_sigma"] < 1
-    assert "c* sigma with position 0" in said
-    batched = run(capsys, folder, *flags, "--batch_size=3")[1]
-    for a, b in zip(rows, batched, strict=True):
-        assert a["c"] == pytest.approx(b["c"], rel=EXACT)
-
-
-def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):
-    """FakeLN's eps of 1e12 would make sigma 1e6 everywhere."""
-    folder = tmp_path / "gpt2"
-    made("GPT2LMHeadModel", vocab_size=BPE_SIZE).save_pretrained(folder)
-    normal = open_network(str(folder)).model
-    change(folder, layer_norm_epsilon=1e12)
-    fixed = open_network(str(folder)).model
-    idx = [blocks_of(text, 64)[:2]]
-    a, b = (calibration.measure(m, idx, torch.device("cpu"))[0] for m in (normal, fixed))
-    assert a == b and a["sigma_others"] < 100
 
 
 def test_an_export_that_is_not_whole_is_refused(text, tmp_path):

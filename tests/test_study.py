@@ -230,7 +230,7 @@ run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
 
 WRITTEN = {
     "coupled_posthoc": {"report.md", "curves.csv", "rms.png", "distilled.png"},
-    "gpt2_small": {"evaluation.json", "calibration.json", "report.md"},
+    "gpt2_small": {"evaluation.json", "before", "report.md"},
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining.txt"},
     "gpu_gpt2": {"check.json", "s.json"},
     "gpu_gpt2_shape": {"shape.txt"},

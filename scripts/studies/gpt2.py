@@ -3,9 +3,9 @@
     python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=results/gpt2_small
 
 The folder holds a folder a protocol, vanilla and some of fakeln, internal and all, each with a run folder a
-seed; --out holds what scripts/evaluate.py made of these runs, evaluation.json, and with --calibration of the
-network before, calibration.json. Runs of the same seed see the same windows and the same dropout masks, so a
-gap is taken by pairs. Writes report.md, the figures and curves.csv into --out. Needs matplotlib.
+seed; --out holds what scripts/evaluate.py made of these runs, evaluation.json, and in before/ what
+scripts/stream.py made of the network before. Runs of the same seed see the same windows and the same dropout
+masks, so a gap is taken by pairs. Writes report.md, the figures and curves.csv into --out. Needs matplotlib.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.typed import Count
-from scripts.studies.calibration import COLUMNS
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import residual_study
 from scripts.studies.runs import FinishedRun, about, load_all, read_json
@@ -45,7 +44,7 @@ class Knobs:
     """What is reported."""
 
     base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
-    out: str = "results/gpt2_small"  # folder of evaluation.json and calibration.json, and of what is written
+    out: str = "results/gpt2_small"  # folder of evaluation.json and before/, and of what is written
     tokens: Count = 16_384  # of validation text, for the residual stream's RMS
 
 
@@ -157,22 +156,12 @@ def draw_events(figures: Figures, fakeln: list[FinishedRun], vanilla: list[Finis
 # the report
 
 
-def calibration_table(rows: list[dict]) -> str:
-    """c times sigma of the positions after the first, by norm, mean over the texts."""
-    table = []
-    for site in dict.fromkeys(row["site"] for row in rows):
-        same = [row for row in rows if row["site"] == site]
-        table.append([site, *(f"{np.mean([row[key] for row in same]):.3f}" for key in COLUMNS.values())])
-    return markdown(table, ["norm", *COLUMNS])
-
-
 def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
     figures, folder = Figures(k.out), Path(words[0])
     evaluate = "python scripts/evaluate.py RUN... --data=... --out="
     evaluated = read_json(figures.out / "evaluation.json", evaluate)
-    calibrated = read_json(figures.out / "calibration.json", evaluate)
     runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
@@ -193,7 +182,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
             f"of {NEAR} steps before the event; its step, less that; {NEAR} steps before the next, less that."
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
-    text += ["## c* times sigma in the network before", calibration_table(calibrated["rows"])]
+    text += ["## c in the network before", "By norm and text: [before/stream.md](before/stream.md)."]
     text += [
         "## The residual stream",
         *residual_study(figures, "stream", {"before": [base], **drawn}, k.tokens),

@@ -1,0 +1,212 @@
+"""scripts/stream.py: its c is TaperNorm's own, what c leaves is what least squares leaves, a planted sink is
+found with its place and text, every kind of network is read, errors are one line."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import BPE_SIZE, one_line, tiny
+from test_evaluate import blocks_of, network, put, text  # noqa: F401 (a fixture)
+from test_hub import change, made
+from test_init_from import hf_folder
+
+from begin import begun_from
+from config import Config
+from data.tokenizer import load_tokenizer
+from forms import fold
+from nanonorm.errors import BadInput, ModelError
+from nanonorm.run import given_weights
+from scripts import stream
+from scripts.exports.networks import open_network
+
+EXACT = 1e-10  # float64: sums of some hundred tokens in another order
+
+
+def run(capsys, out, *argv) -> tuple[str, list[dict], list[dict]]:
+    """(what was printed, the rows of stream.csv, those of sinks.csv)"""
+    capsys.readouterr()
+    stream.main([*map(str, argv), f"--out={out}", "--device=cpu"])
+    tables = [list(csv.DictReader((out / f"{name}.csv").open())) for name in ("stream", "sinks")]
+    return capsys.readouterr().out, *tables
+
+
+def rows_of(model, idx, multiple: float = 4.0) -> list[dict]:
+    r, power = stream.measure(model, idx.split(4))
+    return [stream.site_row(*site) for site in zip(r, power, stream.sinks_of(r, multiple), strict=True)]
+
+
+@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-all-aux"])
+def test_c_is_what_a_calibration_gives(variant, text):  # noqa: F811
+    """On the same tokens: TaperNorm's own averages after one step; without position 0, and without sinks."""
+    idx = blocks_of(text, 16)[:6]
+    ways = {"c_all": {}, "c_skip_first": {"calib_skip_first": True}, "c_ordinary": {"sink_multiple": 4.0}}
+    for key, knobs in ways.items():
+        model = network(variant, phase="norm", **knobs).train()
+        model.tok_emb.weight.data[idx[2, 7]] *= 50
+        rows = rows_of(model, idx)
+        assert rows[0]["c_ordinary"] > 2 * rows[0]["c_all"]
+        model(idx)
+        model.update_statistics()
+        own = {name: norm.c_now().item() for name, norm in model.taper_norms().items()}
+        assert list(own) == stream.sites_of(model)
+        assert [row[key] for row in rows] == pytest.approx(list(own.values()), rel=EXACT)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_c_leaves_what_least_squares_leaves(norm, text):  # noqa: F811
+    """Against lstsq of the norm's own output on its input times the gain; with a gain of 1 and no eps the
+    share is that of r alone."""
+    model, idx = network(norm, norm_eps=1e-30), blocks_of(text, 16)[:6]
+    for gains in ("random", "ones"):
+        seen = []
+        reader = model.blocks[1].norm_mlp
+        if gains == "ones":
+            torch.nn.init.ones_(reader.weight)
+        hook = reader.register_forward_hook(lambda m, args, out, seen=seen: seen.append((args[0], out)))
+        row = rows_of(model, idx)[3]
+        hook.remove()
+        h, y = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        x = (h - h.mean(-1, keepdim=True) if norm == "layernorm" else h) * reader.weight
+        y = (y if reader.bias is None else y - reader.bias).reshape(-1, 1)
+        fit = torch.linalg.lstsq(x.reshape(-1, 1), y)
+        left = ((fit.solution * x.reshape(-1, 1) - y).square().sum() / y.square().sum()).item()
+        assert row["c_all"] == pytest.approx(fit.solution.item(), rel=EXACT)
+        assert row["residual_all"] == pytest.approx(left, abs=1e-12) and left > 1e-4
+        assert row["sinks"] == 0
+        alike = abs(row["residual_of_r"] - row["residual_ordinary"]) < 1e-12
+        assert alike == (gains == "ones")
+
+
+def test_a_planted_sink_is_found_and_set_apart(capsys, text, tmp_path):  # noqa: F811
+    """A token id whose embedding is 50 times the others': where, which, how many; c and its residual without
+    it are those of the same tokens without the windows' sinks."""
+    ids = blocks_of(text, 16)
+    planted = ids[3, 5].item()
+    model = network("rmsnorm")
+    with torch.no_grad():
+        model.tok_emb.weight[planted] *= 50
+    folder = put(model.float(), tmp_path / "run", text)
+    said, rows, tokens = run(capsys, tmp_path / "out", folder, f"--data={text}", "--tokens=1000000")
+    where = (ids == planted).numpy()
+    (token,) = [row for row in tokens if row["id"] == str(planted)]
+    assert int(token["sinks"]) == int(token["in_text"]) == where.sum()
+    assert int(token["behind"]) == where[:, 1:].sum() and float(token["largest"]) > 20
+    positions = np.nonzero(where[:, 1:])[1] + 1
+    assert token["positions"] == f"{positions.min()} to {positions.max()}"
+    assert token["token"] == repr(load_tokenizer(text).decode([planted])) and token["token"] in said
+    first = {k: float(v) for k, v in rows[0].items() if k not in ("model", "data", "site")}
+    assert first["sinks"] == where.sum() and first["sinks_behind"] == where[:, 1:].sum()
+    h = model.tok_emb.weight.detach()[ids].double().numpy()[~where]
+    r = np.sqrt((h**2).mean(-1) + model.config.norm_eps)
+    power = ((h * model.blocks[0].norm_attn.weight.detach().double().numpy()) ** 2).sum(-1)
+    assert first["c_ordinary"] == pytest.approx((power / r).sum() / power.sum(), rel=1e-5)  # float32
+    assert first["sd_log"] == pytest.approx(np.log(r).std(), rel=1e-5)
+    assert first["residual_ordinary"] < 0.1 < 0.3 < first["residual_all"]
+    assert first["c_all_times_r"] < 0.5 < 0.9 < first["c_ordinary_times_r"] < 1.1
+    (figure,) = (tmp_path / "out").glob("*.png")
+    assert f"({figure.name})" in (tmp_path / "out/stream.md").read_text()
+
+
+def test_a_begin_token_stands_in_front_of_each_window(text):  # noqa: F811
+    held = stream.open_text(str(text))
+    windows = stream.windows_of(held, stream.Knobs(begin=7, tokens=64), 16)
+    assert windows.shape == (4, 16) and (windows[:, 0] == 7).all()
+    blocks = blocks_of(text, 15).numpy()
+    assert (windows[0, 1:] == blocks[0]).all() and (windows[-1, 1:] == blocks[-1]).all()
+
+
+NETWORKS = ["rmsnorm", "layernorm-internal-aux", "cbwc", "coupled", "dyt"]
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("variant", NETWORKS)
+def test_r_is_the_streams_in_every_kind_of_network(variant, folded):
+    """The streams of a folded network are those of the network itself, and so are its sites' r."""
+    model, idx = tiny(variant).eval(), torch.arange(32).view(2, 16)
+    form = fold(model) if folded else model
+    r, _ = stream.measure(form, [idx])
+    with torch.no_grad():
+        last = model.stream(idx)
+        x = model.tok_emb(idx)
+    assert r.shape == (5, 2, 16)
+    for h, of_site in ((x, r[0]), (last, r[-1])):
+        assert of_site == pytest.approx(stream.statistic(model.config).scale(h)[..., 0].numpy(), rel=1e-9)
+
+
+def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):  # noqa: F811
+    """FakeLN's eps of 1e12 would make sigma 1e6 everywhere."""
+    folder = tmp_path / "gpt2"
+    made("GPT2LMHeadModel", vocab_size=BPE_SIZE).save_pretrained(folder)
+    normal = open_network(str(folder)).model
+    change(folder, layer_norm_epsilon=1e12)
+    fixed = open_network(str(folder)).model
+    a, b = (rows_of(m, blocks_of(text, 64)[:2])[0] for m in (normal, fixed))
+    assert a == b and a["median"] < 100
+
+
+def test_two_texts_of_a_folder_of_transformers(capsys, text, tmp_path):  # noqa: F811
+    folder, other = hf_folder(tmp_path / "gpt2", "gpt2", text), tmp_path / "other"
+    other.symlink_to(text)
+    said, rows, _ = run(
+        capsys, tmp_path / "out", folder, f"--data={text},{other}", "--window=32", "--begin=3"
+    )
+    assert {row["data"] for row in rows} == {str(text), str(other)} and rows[0]["site"] == "0.attn"
+    half = len(rows) // 2
+    assert [r["median"] for r in rows[:half]] == [r["median"] for r in rows[half:]]
+    assert "| final |" in said and len(list((tmp_path / "out").glob("*.png"))) == 2
+    assert "scripts/stream.py" in (tmp_path / "out/stream.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["RUN"], "name a network, text and a folder"),
+        (["RUN", "RUN", "--data=TEXT"], "name a network, text and a folder"),
+        (["RUN", "--data=TEXT", "--begin=99999999"], "is no token of"),
+        (["RUN", "--data=TEXT", "--sink_multiple=0.5"], "sink_multiple must be"),
+        (["NEOX", "--data=TEXT"], "our own reader takes"),
+    ],
+)
+def test_errors_are_one_line(argv, said, text, tmp_path):  # noqa: F811
+    put(network(), tmp_path / "run", text)
+    small = dict(
+        vocab_size=BPE_SIZE, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    if argv[0] == "NEOX":
+        transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**small)).save_pretrained(
+            tmp_path / "neox"
+        )
+    where = {"RUN": tmp_path / "run", "NEOX": tmp_path / "neox", "TEXT": text}
+    for name, path in where.items():
+        argv = [word.replace(name, str(path)) for word in argv]
+    with pytest.raises((BadInput, ModelError)) as error:
+        stream.main([*argv, f"--out={tmp_path / 'out'}", "--device=cpu"])
+    assert said in one_line(error) and not Path(tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("NANONORM_SMOLLM2" not in os.environ, reason="NANONORM_SMOLLM2 names no network")
+def test_a_real_networks_sinks_are_left_out_of_c():
+    """results/smollm2/stream.md: one step of the taper's own averages, with its sinks and without."""
+    file, path = given_weights(os.environ["NANONORM_SMOLLM2"])
+    tokenizer, found = load_tokenizer(path), {}
+    story = tokenizer.encode(Path(json.__file__).read_text()[:1200])[:200]
+    idx = torch.tensor([1, *story, tokenizer.eot_id, *story])[None]
+    for multiple in (None, 4.0):  # None: as published
+        asked = Config(taper="internal", block_size=512, sink_multiple=multiple, ema_rate=1.0)
+        explicit = {"taper", "block_size", "sink_multiple", "ema_rate"}
+        model = begun_from(file, asked.started_from(file, explicit, path).model_config(), path).train()
+        model.grad_checkpoint = True
+        model.stream(idx)
+        model.update_statistics()
+        found[multiple] = model.taper_norms()
+    late = [f"{i}.{kind}" for i in range(12, 30) for kind in ("attn", "mlp")]
+    assert all(found[4.0][site].residual() < 0.04 for site in late)
+    assert all(found[None][site].residual() > 5 * found[4.0][site].residual() for site in late)
+    assert found[4.0]["12.attn"].c_now() > 5 * found[None]["12.attn"].c_now()
+    assert all(0 < found[4.0][site].left_out() < 0.05 for site in late)
