@@ -116,6 +116,25 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     assert_same_run(reference, out)
 
 
+def test_a_run_that_leaves_sinks_out_goes_on_amid_its_norm_phase(corpus, tmp_path):
+    """To the bit: averages, c, and what the log says of them."""
+    knobs = dict(
+        sink_multiple=1.2, max_iters=24, gate_start=16, gate_end=20, ckpt_interval=12, log_interval=1
+    )
+    train(*flags(tmp_path / "run", corpus, **knobs))
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    (tmp_path / "again/ckpt.prev.pt").replace(tmp_path / "again/ckpt.pt")
+    assert final(tmp_path / "again")["progress"]["iter"] == 12
+    train("--init_from=resume", f"--out_dir={tmp_path / 'again'}")
+    assert_same_run(tmp_path / "run", tmp_path / "again")
+    lines = metrics(tmp_path / "again")
+    shares = [line["taper/sinks.1.mlp"] for line in lines[:16]]
+    assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:16])
+    assert {
+        k for line in lines[16:] for k in line if k.startswith(("taper/sinks", "taper/residual"))
+    } == set()
+
+
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     fault = {"at": "before", "n": 10, "do": signum.name}
