@@ -35,7 +35,7 @@ def test_alpha_and_floor_are_the_least_squares(family):
             later[i].append(r[..., 1:].flatten(1))
             firsts[i].append(r[..., 0])
             x = h + block.mlp(block.norm_mlp(h))
-    found, floors = measure(model, batches), 0
+    (found, own), floors = measure(model, batches), 0
     for i in range(len(model.blocks)):
         x, h = torch.cat(later[i], 1).square()
         terms, ones = torch.stack((x / h, 1 / h), 1), torch.ones_like(h)
@@ -43,17 +43,17 @@ def test_alpha_and_floor_are_the_least_squares(family):
         scaled, expected = (a.sqrt().item(), 0.0), (beside.sqrt().item(), (b / beside).item())
         fits = b >= 0 and beside > 0
         floors += fits.item()
-        assert found.scaled[:, i].tolist() == pytest.approx(scaled, rel=1e-8)
-        assert found.floored[:, i].tolist() == pytest.approx(expected if fits else scaled, rel=1e-6)
+        assert own["layer"][:, i].tolist() == pytest.approx(scaled, rel=1e-8)
+        assert own["floor"][:, i].tolist() == pytest.approx(expected if fits else scaled, rel=1e-6)
         for position, r in enumerate((firsts, later)):
-            torch.testing.assert_close(found.rms[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
     assert floors  # else the second fit was never looked at
-    torch.testing.assert_close(numbers_of(found, 1, "layer"), found.scaled[:, 1:], rtol=0, atol=0)
-    torch.testing.assert_close(numbers_of(found, 1, "floor"), found.floored[:, 1:], rtol=0, atol=0)
-    mean = found.scaled[0, 1:].mean().expand(2)
-    torch.testing.assert_close(numbers_of(found, 1, "mean")[0], mean, rtol=1e-15, atol=0)
-    assert numbers_of(found, 0, "none").tolist() == [[1.0] * 3, [0.0] * 3]
-    assert numbers_of(found, 2, 1.5).tolist() == [[1.5], [0.0]]
+    for way in own:
+        torch.testing.assert_close(numbers_of(own, 1, way), own[way][:, 1:], rtol=0, atol=0)
+    mean = own["layer"][0, 1:].mean().expand(2)
+    torch.testing.assert_close(numbers_of(own, 1, "mean")[0], mean, rtol=1e-15, atol=0)
+    assert numbers_of(own, 0, "none").tolist() == [[1.0] * 3, [0.0] * 3]
+    assert numbers_of(own, 2, 1.5).tolist() == [[1.5], [0.0]]
     assert all(not block._forward_pre_hooks for block in model.blocks)
 
 

@@ -21,8 +21,8 @@ from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import read_file
 from nanonorm.plots import COLOURS
-from scripts.couple import Measured, rms_table
 from scripts.couple import draw as draw_rms
+from scripts.couple import rms_table
 from scripts.studies.figures import Figures, curve
 from scripts.studies.runs import FinishedRun, about, by_seed, load_all, read_json
 from scripts.studies.stats import differences, interval, spread
@@ -195,10 +195,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     every = [run for found in runs.values() for run in found]
     before = distances(folder, Path(k.base), every[0], choices)
     teacher = next(iter(before.values())).before
-    of = Measured(*(torch.tensor(start[name]) for name in Measured._fields))
+    rms, own = torch.tensor(start["rms"]), {way: torch.tensor(of) for way, of in start["own"].items()}
     how = in_short(next(iter(runs.values())))
     text = ["# CoupledNorm in a trained network", command, about(base, every, SHAPE, how)]
-    text += ["## The stream", rms_table(of), draw_rms(figures, of, 0)]
+    text += ["## The stream", rms_table(rms, own), draw_rms(figures, rms, own, 0)]
     text.append("Means of r over tokens; alpha and the floor are of all positions but the first.")
     text += ["## Coupled, and not trained", untrained_table(start["choices"])]
     text.append(
