@@ -11,6 +11,7 @@ from running import train
 
 from data.tokenizer import load_tokenizer
 from forms import fold, load_model
+from nanonorm.files import ROOT
 from scripts.exports import Job, hf
 
 pytest.importorskip("transformer_lens", reason="pip install -r requirements-export.txt")
@@ -98,6 +99,21 @@ def test_an_ablation_is_ours(exported, variant, shape):
         for p in model.blocks[1].attn.proj.parameters():
             p.zero_()
         assert scale_of_difference(ablated, model(idx)) < tolerance(model)
+
+
+def test_the_page_on_attribution(corpus, tmp_path, code_cache, monkeypatch, capsys):
+    """Its lines, on two small networks: exact without norms, and not beside them."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/interpretability.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    for name, taper in (("all", "all"), ("twin", "none")):
+        model = fold(tiny("rmsnorm", dtype=torch.float32, taper=taper, vocab_size=400, block_size=64).eval())
+        folder = tmp_path / f"out/{name}-hf"
+        folder.mkdir(parents=True)
+        hf.write(Job(model, load_tokenizer(corpus), {}, folder, folder, tokens(2, 16)))
+    exec(lines, {})  # noqa: S102
+    rows = [row.split() for row in capsys.readouterr().out.splitlines() if "hook_" in row]
+    assert [name for name, *_ in rows] == ["hook_embed", *WRITTEN]
+    assert all(float(free) < 1e-5 and float(twin) > 1e-2 for _, free, twin in rows)
 
 
 @pytest.mark.parametrize("protocol", ["fakeln", "internal", "all"])
