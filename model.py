@@ -673,7 +673,7 @@ class CoupledBlock(Block):
     """The attention's RMS statistic serves the MLP too (CoupledNorm). There it is a constant to the gradient
     unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU.
 
-    With `coupled_floor` the MLP divides by sqrt(r^2 + floor): attention adds to the stream a part of its own
+    With `coupled_floor` the MLP divides by sqrt(r^2 + floor), floor at least 0: attention adds to the stream a part of its own
     size, beside what is proportional to the stream and in the MLP's gain (scripts/couple.py fits both)."""
 
     def __init__(self, c: ModelConfig):
@@ -686,7 +686,7 @@ class CoupledBlock(Block):
         normed, inverse = self.norm_attn.normed_and_inverse(x, self.through)
         y = self.attn(normed, *context)
         if self.floor is not None:
-            inverse = (inverse.pow(-2) + self.floor).rsqrt()
+            inverse = (inverse.pow(-2) + self.floor.clamp_min(0)).rsqrt()
         if self.norm_mlp.weight is None:  # folded
             h = self.add(x, y, self.attn.proj)
             return self.add(h, self.mlp.activation(h, inverse.to(h.dtype)), self.mlp.down)

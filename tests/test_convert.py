@@ -159,6 +159,7 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
         ("ours", "all", {"norm": "layernorm"}), ("llama", "internal", {"norm": "layernorm"}),
         ("gpt2", "internal", {"norm_bias": False, "bias": False}), ("gpt2", "all", {"taper": "final"}),
         ("qwen3", "internal", {"taper_qk": True}), ("ours", "coupled", {"coupled_from_layer": 1}),
+        ("ours", "coupled", {"coupled_floor": True}),
     ],
 )  # fmt: skip
 def test_what_else_may_stand_where_a_norm_was(shape, change, knobs, saved, tmp_path, code_cache):

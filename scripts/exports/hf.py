@@ -89,7 +89,8 @@ def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
     pieces, found = pieces_of(family.names, every), {}
     for name in ours:
         stem, _, leaf = name.rpartition(".")
-        beside = [p._replace(name=p.name.replace("weight", leaf)) for p in pieces[f"{stem}.weight"]]
+        owner = f"{stem}.norm_mlp.weight" if leaf == "floor" else f"{stem}.weight"  # a floor is a block's
+        beside = [piece._replace(name=piece.name.replace("weight", leaf)) for piece in pieces[owner]]
         found[name] = pieces.get(name, beside)
     return found
 
@@ -200,6 +201,7 @@ def write(job: Job) -> dict:
         "auto_map": {auto: f"modeling_nanonorm.Nanonorm{what}" for auto, what in AUTOS.items()},
         "modules": starred(modules, c.n_layer),
         "coupled_grad": c.coupled_grad,
+        "coupled_floor": c.coupled_floor,
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }

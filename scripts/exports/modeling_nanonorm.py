@@ -47,23 +47,29 @@ class Handed(nn.Module):
 
     def forward(self, x):
         inverse, self.inverse = self.inverse, None
-        return x * inverse
+        return x * inverse.to(x.dtype)
 
 
 class CoupledLayer(LlamaDecoderLayer):
-    """Both norms divide by the root mean square of the layer's input (CoupledNorm), their gains being folded.
-    To the gradient it is a constant in the second one, unless config.coupled_grad."""
+    """Both norms divide by r, the root mean square of the layer's input (CoupledNorm), their gains being
+    folded; the second, with config.coupled_floor, by sqrt(r^2 + floor). There r is a constant to the
+    gradient, unless config.coupled_grad."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.input_layernorm, self.post_attention_layernorm = Handed(), Handed()
         self.eps, self.through = config.rms_norm_eps, config.coupled_grad
+        floor = nn.Parameter(torch.zeros(())) if config.coupled_floor else None
+        self.post_attention_layernorm.register_parameter("floor", floor)
 
     def forward(self, hidden_states, *args, **kwargs):
         wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps).to(hidden_states.dtype)
-        self.input_layernorm.inverse = inverse
-        self.post_attention_layernorm.inverse = inverse if self.through else inverse.detach()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        self.input_layernorm.inverse, second = inverse, self.post_attention_layernorm
+        inverse = inverse if self.through else inverse.detach()
+        if second.floor is not None:
+            inverse = (inverse.pow(-2) + second.floor.clamp_min(0)).rsqrt()
+        second.inverse = inverse
         return super().forward(hidden_states, *args, **kwargs)
 
 
