@@ -673,8 +673,9 @@ class CoupledBlock(Block):
     """The attention's RMS statistic serves the MLP too (CoupledNorm). There it is a constant to the gradient
     unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU.
 
-    With `coupled_floor` the MLP divides by sqrt(r^2 + floor), floor at least 0: attention adds to the stream a part of its own
-    size, beside what is proportional to the stream and in the MLP's gain (scripts/couple.py fits both)."""
+    With `coupled_floor` the MLP divides by sqrt(r^2 + floor), floor at least 0: attention adds to the stream
+    a part of its own size, beside what is proportional to the stream and in the MLP's gain
+    (scripts/couple.py fits both)."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
