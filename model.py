@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from nanonorm import kernels
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
-from nanonorm.generation import generate
+from nanonorm.generation import behind_padding, generate
 from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
@@ -94,8 +94,7 @@ class ModelKnobs:
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, TAPER, FREE, Since(4)] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
-    # a block's MLP adds a number of its own to the reused mean square (not in the paper)
-    coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False
+    coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a summand
 
 
 @dataclass
@@ -337,9 +336,7 @@ class Taper(Tracker):
 
     quantities, shown, gains = ("ema_num", "ema_den"), ("output",), ("weight", "weight_tilde")
 
-    def __init__(
-        self, norm: Norm, skip_first: bool = False, ema_rate: float = 0.01, sink_multiple: float | None = None
-    ):
+    def __init__(self, norm: Norm, skip_first=False, ema_rate=0.01, sink_multiple: float | None = None):
         super().__init__(ema_rate)
         self.norm, self.skip_first, self.sink_multiple = norm.bare(), skip_first, sink_multiple
         self.gate = self.gate_values = torch.ones(())  # a Transformer puts views of its own gates here
@@ -370,11 +367,6 @@ class Taper(Tracker):
         h = (h[:, 1:] if self.skip_first else h).detach()
         num, den, inverse = self.norm.moments(h, self.weight.detach())
         self.add(num, den, num * inverse, counts=ordinary(inverse, self.sink_multiple))
-
-    def residual(self):
-        """Which share of the norm's output c_now() would leave, on the last step's tokens. 0-dim, to 1e-6"""
-        (num, den, output), c = self.means(), self.c_now()
-        return 1 - c * (2 * num - c * den) / output
 
     def c_now(self):
         """c* = E[|x w|^2 * inverse] / E[|x w|^2], the least-squares fit of c x w to the norm of h. 0-dim."""
@@ -439,11 +431,6 @@ class MeanScaleTaper(Taper):
     def observe(self, h):
         s = self.norm.scale((h[:, 1:] if self.skip_first else h).detach()).squeeze(-1)
         self.add(s, s.square(), counts=ordinary(1 / s, self.sink_multiple))
-
-    def residual(self):
-        """E (c s - 1)^2, which counts every token alike."""
-        (s, square), c = self.means(), self.c_now()
-        return 1 - c * (2 * s - c * square)
 
     def c_now(self):
         return 1 / self.corrected()[0]
@@ -673,9 +660,8 @@ class CoupledBlock(Block):
     """The attention's RMS statistic serves the MLP too (CoupledNorm). There it is a constant to the gradient
     unless `coupled_grad`. Folded, the gains live in qkv and gate_up and the statistic enters the SwiGLU.
 
-    With `coupled_floor` the MLP divides by sqrt(r^2 + floor), floor at least 0: attention adds to the stream
-    a part of its own size, beside what is proportional to the stream and in the MLP's gain
-    (scripts/couple.py fits both)."""
+    With `coupled_floor` the MLP divides by sqrt(r^2 + floor), floor at least 0: what attention adds to the
+    stream is not all in proportion to it (not in the paper; scripts/couple.py fits it)."""
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
@@ -715,9 +701,7 @@ class Variant(NamedTuple):
 
 NORMS = {
     "rmsnorm": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), tapers=True),
-    "layernorm": Variant(
-        lambda c: LayerNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), tapers=True, shift=True
-    ),
+    "layernorm": Variant(lambda c: LayerNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), True, shift=True),
     "coupled": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), block=CoupledBlock),
     "cbwc": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), shift=True, centred=True),
     "dyt": Variant(lambda c: DyT(c.n_embd)),
@@ -765,14 +749,6 @@ def initialize(model: "Transformer"):
 # the network
 
 ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
-
-
-def behind_padding(pad, rows, columns):
-    """(positions (B, T), which columns are seen (B, 1, T, S)) of the columns `rows` (T) of a text of which
-    the first `pad` (B) are padding. Positions count from the first token behind it; padding sees itself."""
-    rows, first = rows[:, None], pad[:, None, None]
-    seen = (columns <= rows) & (columns >= first) | (columns == rows)
-    return (rows[:, 0] - pad[:, None]).clamp_min(0), seen.unsqueeze(1)
 
 
 class KVCache:
@@ -826,9 +802,7 @@ class Transformer(nn.Module):
         self.norm_final = make_norm(c, "final")
         self.lm_head = None if c.tie_embeddings else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.scale = statistic(c).scale  # s(h) of the anchor and the log, (B, T, D) -> (B, T, 1)
-        self.anchor = None
-        if c.aux_weight > 0:
-            self.anchor = ANCHORS[c.anchor_target](statistic(c), c)
+        self.anchor = ANCHORS[c.anchor_target](statistic(c), c) if c.aux_weight > 0 else None
         # the schedule's, the host's to set; without a taper one that nobody reads
         self.register_buffer("gate", torch.ones(max(1, len(self.gate_sites()))), persistent=False)
         self.bind_gates()

@@ -39,7 +39,7 @@ from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
-from nanonorm.scale import diagnostics
+from nanonorm.scale import diagnostics, taper_metrics
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
@@ -240,13 +240,7 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
     if model.taper_norms():
-        line["gate"] = mean_gate(model.gate)
-    for name, norm in model.taper_norms().items():
-        line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
-        if model.phase in norm.phases:  # c still moves
-            line[f"taper/residual.{name}"] = norm.residual().item()
-            if norm.sink_multiple is not None:
-                line[f"taper/sinks.{name}"] = norm.left_out().item()
+        line |= {"gate": mean_gate(model.gate), **taper_metrics(model)}
     return line
 
 

@@ -74,6 +74,14 @@ def generate(
     return idx if torch.is_tensor(prompts) else [row[pad:] for row, pad in zip(idx, padding, strict=True)]
 
 
+def behind_padding(pad, rows, columns):
+    """(positions (B, T), which columns are seen (B, 1, T, S)) of the columns `rows` (T) of a text of which
+    the first `pad` (B) are padding. Positions count from the first token behind it; padding sees itself."""
+    rows, first = rows[:, None], pad[:, None, None]
+    seen = (columns <= rows) & (columns >= first) | (columns == rows)
+    return (rows[:, 0] - pad[:, None]).clamp_min(0), seen.unsqueeze(1)
+
+
 def aligned(prompts, device):
     """Rows of ids as one tensor, their right ends aligned: (B, T), and how many columns of each are padding.
     That is the row's first id: at position 0 and by itself, it is finite where the row is."""

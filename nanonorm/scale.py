@@ -85,6 +85,26 @@ class Tracker(nn.Module):
         buffer.copy_(value)
 
 
+def residual(taper) -> torch.Tensor:
+    """Which share of a norm's output c_now() would leave, on the last step's tokens; of a model.Taper by
+    their power, of a MeanScaleTaper every token alike. 0-dim, to 1e-6 in float32"""
+    c, (cross, power, *output) = taper.c_now(), taper.means()
+    return 1 - c * (2 * cross - c * power) / (output[0] if output else 1.0)
+
+
+def taper_metrics(model) -> dict[str, float]:
+    """What the log tells of each taper's c, by its name in wandb: c, what it leaves, which share of tokens
+    it was not fitted to."""
+    line = {}
+    for name, norm in model.taper_norms().items():
+        line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
+        if model.phase in norm.phases:  # c still moves
+            line[f"taper/residual.{name}"] = residual(norm).item()
+            if norm.sink_multiple is not None:
+                line[f"taper/sinks.{name}"] = norm.left_out().item()
+    return line
+
+
 def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
     place."""

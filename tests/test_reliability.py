@@ -616,7 +616,7 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
         assert "make the model or the batch smaller" in said
     assert (out / "folded.pt").read_bytes() == b"of another time" and step_of(out) == 0
     said = refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
-    assert "batch_size=4 differs from 8" in said
+    assert "1 x 4 windows a step are not the 1 x 8" in said
     gone, unlink = [], Path.unlink
 
     def ended(path, **more):  # when the first file of the old run is cleared
