@@ -103,7 +103,8 @@ def make_teacher(start: Beginning) -> Transformer | None:
     return teacher
 
 
-TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_count", "target")  # begin with a taper
+# of trackers, and what begins with a taper
+TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_log_s", "ema_count", "target")
 
 
 def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
@@ -130,7 +131,7 @@ def untapered(file: dict, path, block_size: int) -> Transformer:
     """The network of a file with its plain norms, or without those that are gone, and a context of
     `block_size` at most its own. Raises: BadInput in the middle of a taper; ModelError."""
     base = begun_as(config_of(file, path), *phase_and_gates(file, path), path)
-    choices = ("taper", "aux_weight") if base.form == "trained" else ("aux_weight",)
+    choices = ("taper", "aux_weight", "site_weight") if base.form == "trained" else ("aux_weight",)
     return begun_from(file, replace(base, **off(ModelConfig, *choices), block_size=block_size), path)
 
 

@@ -34,7 +34,7 @@ from nanonorm.generation import behind_padding, generate
 from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
-from nanonorm.scale import BatchAnchor, ScaleAnchor, Tracker, observe_step, ordinary, recomputed
+from nanonorm.scale import BatchAnchor, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 
@@ -43,6 +43,9 @@ TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
 ANCHOR = Needs("aux_weight", lambda c: c.aux_weight > 0, "aux_weight above 0, such as 0.1")
 AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
 COUPLED = Needs("norm", lambda c: c.norm == "coupled", "norm=coupled")
+SITES = Needs("norm", lambda c: NORMS[c.norm].tapers, "a norm that a taper could take, such as rmsnorm")
+SITE_LOSS = Needs("site_weight", lambda c: c.site_weight > 0, "site_weight above 0, such as 1")
+COUNTS = (TAPER, SITE_LOSS, FREE, Since(4))
 SHIFT = Needs("norm", lambda c: NORMS[c.norm].shift, "a norm with a shift, such as layernorm")
 SQUASH = Needs("norm", lambda c: c.norm in ("dyt", "derf"), "norm=dyt or derf")
 
@@ -86,12 +89,16 @@ class ModelKnobs:
     anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
     # (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
+    # weight of the loss on the spread of log s at the blocks' norms, and in it of tokens far off; 0 is off
+    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0
+    site_far: Annotated[NonNegative, SITE_LOSS, FREE, Since(4)] = 0.0
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01  # mu, of c's and s_tgt's averages
-    calib_skip_first: Annotated[bool, TAPER, FREE] = False  # position 0 is left out of the calibration
-    # so are tokens whose scale is above so many times the micro-batch's median; None: none
-    sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, TAPER, FREE, Since(4)] = None
+    # c's and the site loss's tokens: not those at position 0; nor any whose scale is above so many times the
+    # micro-batch's median (None: all count)
+    calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False
+    sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
     coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a summand
@@ -140,6 +147,10 @@ class ModelConfig(ModelKnobs):
         if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
+        if self.site_weight and self.form != "trained":
+            raise ModelError(
+                f"site_weight={self.site_weight} needs norms; in {self.form} form norms are gone"
+            )
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
@@ -447,7 +458,9 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     """The norm of a site, "block", "final" or "qk" (queries or keys, always RMSNorm)."""
     norm = RMSNorm(c.head_dim, c.norm_eps) if site == "qk" else NORMS[c.norm].make(c)
     if c.taper_qk if site == "qk" else site in TAPERED_SITES[c.taper]:
-        return CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate, c.sink_multiple)
+        norm = CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate, c.sink_multiple)
+    if c.site_weight and site == "block":
+        SiteLoss(statistic(c), c).hold(norm)
     return norm
 
 
@@ -782,7 +795,7 @@ class Losses(NamedTuple):
     stream: torch.Tensor
 
 
-class Transformer(nn.Module):
+class Transformer(Tracked, nn.Module):
     """`model(idx)` gives logits, `model(idx, targets)` Losses. In eval mode whatever tapers is at g = 0."""
 
     def __init__(self, config: ModelConfig):
@@ -916,30 +929,11 @@ class Transformer(nn.Module):
         """What the entries of `gate` are of: of each block attn [, its values], q, k, mlp; then final."""
         return gate_sites(self.config)
 
-    def trackers(self) -> dict[str, Tracker]:
-        return self.taper_norms() | ({"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {})
-
     def set_phase(self, phase: str):
         """phase: "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
         self.phase = phase
         for t in self.trackers().values():
             t.set_phase(phase)
-
-    @torch.no_grad()
-    def calibrate(self):
-        """Set every c and the scale target as the norm phase ends. Raises: ModelError, naming the norm."""
-        for name, tracker in self.trackers().items():
-            try:
-                tracker.calibrate()
-            except ModelError as e:
-                raise ModelError(f"{name}: {e}") from None
-
-    @torch.no_grad()
-    def update_statistics(self, all_reduce=None):
-        """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
-        trackers = [t for t in self.trackers().values() if self.phase in t.phases]
-        if trackers:
-            observe_step(trackers, self.config.ema_rate, all_reduce)
 
     # --- text, a file
 

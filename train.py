@@ -39,7 +39,7 @@ from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import grad_norms, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
-from nanonorm.scale import diagnostics, taper_metrics
+from nanonorm.scale import diagnostics, site_losses, site_metrics, taper_metrics
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
@@ -85,6 +85,8 @@ class Step:
         self.losses = ("total", "ce", "aux") if module in (None, model) else ("total", "ce", "aux", "kl")
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.size
         model.mask_end, model.grad_checkpoint = cfg.mask_end, cfg.grad_checkpoint
+        for site in site_losses(model).values():
+            site.share = 1 / self.micro_steps
         self.drop_steps = None  # the step at which each gate falls, where they fall one by one
         if cfg.gate_gaps is not None:
             self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
@@ -236,7 +238,7 @@ def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[st
     means = {name: total / n for name, total in zip(step.losses, sums, strict=True)}
     line |= {"train/loss": means.pop("total"), **{f"train/{name}": mean for name, mean in means.items()}}
     line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}
-    line |= {"perf/tok_s": tokens_per_s, "perf/mfu": mfu}
+    line |= {**site_metrics(model), "perf/tok_s": tokens_per_s, "perf/mfu": mfu}
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
     if model.taper_norms():

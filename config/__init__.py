@@ -206,7 +206,7 @@ class Config(ModelKnobs):
         if "norm" in explicit and self.norm not in within_reach:
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
-        chosen = explicit & {"taper", "aux_weight", "norm"}  # what they bring with them is the run's as well
+        chosen = explicit & {"taper", "aux_weight", "site_weight", "norm"}  # with what they bring
         anew = (explicit | set(off(ModelKnobs, *chosen))) & free | {"dropout"}
         return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in anew})
 

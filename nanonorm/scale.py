@@ -105,6 +105,17 @@ def taper_metrics(model) -> dict[str, float]:
     return line
 
 
+def site_metrics(model) -> dict[str, float]:
+    """What the log tells of a site loss in the last step: the loss with its weight, and of each site the
+    variance of log s over tokens, about its running mean."""
+    line, sites = {}, site_losses(model)
+    for name, site in sites.items():
+        if site.phase in site.phases:
+            _, line[f"site/spread.{name}"], loss = site.means().tolist()
+            line["train/site"] = line.get("train/site", 0.0) + site.weight * loss
+    return line
+
+
 def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
     place."""
@@ -121,6 +132,31 @@ def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     torch._foreach_zero_([t.sums for t in trackers])
     for t in trackers:
         t.follow()
+
+
+class Tracked:
+    """What a model.Transformer does with its trackers."""
+
+    def trackers(self) -> dict[str, Tracker]:
+        anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}
+        sites = {f"{name}.site": site for name, site in site_losses(self).items()}
+        return self.taper_norms() | anchor | sites
+
+    @torch.no_grad()
+    def calibrate(self):
+        """Set every c and the scale target as the norm phase ends. Raises: ModelError, naming the norm."""
+        for name, tracker in self.trackers().items():
+            try:
+                tracker.calibrate()
+            except ModelError as e:
+                raise ModelError(f"{name}: {e}") from None
+
+    @torch.no_grad()
+    def update_statistics(self, all_reduce=None):
+        """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
+        trackers = [t for t in self.trackers().values() if self.phase in t.phases]
+        if trackers:
+            observe_step(trackers, self.config.ema_rate, all_reduce)
 
 
 @torch.no_grad()
@@ -197,6 +233,91 @@ class BatchAnchor(nn.Module):
 
     def target_now(self):
         return self.target
+
+
+FAR = 0.7  # of log s: twice or half the mean
+
+
+class Alongside(torch.autograd.Function):
+    """h, as it is; in the backward a loss (0-dim) that nobody adds to the total gets the gradient 1."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h, loss):
+        return h.view_as(h)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1].detach())
+
+    @staticmethod
+    def backward(ctx, up):
+        return up, torch.ones_like(*ctx.saved_tensors)
+
+
+class SiteLoss(Tracker):
+    """A loss on the spread of the scale at one norm's input (not in the papers):
+
+        mean over tokens of d^2 + far * relu(|d| - FAR)^2,  d = log s(h) - its running mean
+
+    What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
+    depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. It ends
+    with the blend. The total loss does not show it: its gradient enters where h is read, `share` times, which
+    a run sets to 1/(micro-batches a step).
+    """
+
+    quantities, shown, phases = ("ema_log_s",), ("spread", "loss"), ("norm", "blend")
+
+    def __init__(self, norm, cfg):
+        """norm: a bare model.Norm; cfg: settings with the site_ and calibration's knobs, and n_layer."""
+        super().__init__(cfg.ema_rate)
+        self.norm, self.far, self.share = norm, cfg.site_far, 1.0
+        self.weight = cfg.site_weight / (2 * cfg.n_layer)  # a mean over the norms of the blocks
+        self.skip_first, self.sink_multiple = cfg.calib_skip_first, cfg.sink_multiple
+
+    def hold(self, norm: nn.Module):
+        """Become a part of the norm whose input this is about."""
+        norm.site = self
+        norm.register_forward_pre_hook(self.before)
+
+    def before(self, norm, args):
+        """A forward pre-hook: the same input, h (B, T, D), with a loss alongside."""
+        if not (self.training and torch.is_grad_enabled() and self.phase in self.phases):
+            return args
+        h = args[0]
+        log_s = self.norm.scale(h[:, 1:] if self.skip_first else h).log().squeeze(-1)  # (B, T)
+        known = log_s.detach()
+        counts = ordinary((-known).exp(), self.sink_multiple)
+        counts = torch.ones_like(known, dtype=torch.bool) if counts is None else counts
+        n = counts.sum().clamp_min(1)
+        mean = torch.where(self.ema_count > 0, self.corrected()[0], known.where(counts, 0).sum() / n)
+        d = log_s - mean
+        spread = d.square()
+        loss = spread + self.far * (d.abs() - FAR).clamp_min(0).square()
+        if self.collecting():
+            self.add(known, spread.detach(), loss.detach(), counts=counts)
+        loss = self.weight * self.share * loss.where(counts, 0).sum() / n
+        return (Alongside.apply(h, loss), *args[1:])
+
+    def calibrate(self):
+        """Nothing is frozen: the mean goes on running."""
+
+
+def site_losses(model: nn.Module) -> dict[str, SiteLoss]:
+    """{"0.attn": ..., "0.mlp": ...}, if the run has a site loss."""
+    sites = {}
+    for i, block in enumerate(model.blocks):
+        for kind in ("attn", "mlp"):
+            sites[f"{i}.{kind}"] = getattr(getattr(block, f"norm_{kind}"), "site", None)
+    return {name: site for name, site in sites.items() if site is not None}
+
+
+def drop_site_loss(part: nn.Module):
+    """Take the site losses away from the norms in `part`."""
+    for norm in [m for m in part.modules() if hasattr(m, "site")]:
+        del norm.site
+        norm._forward_pre_hooks.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""The loss on the spread of log s at the blocks' norms: its gradient against the formula, which tokens count,
+what a run, its logs, its checkpoints and its exports make of it."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import VARIANTS, batch, refuses, tiny
+from running import assert_same_run, final, flags, metrics, train
+
+from forms import export_files, load_model, proved
+from model import ModelConfig, Transformer
+from nanonorm.scale import FAR, site_losses, site_metrics
+
+HELD = [name for name, options in VARIANTS.items() if options["norm"] in ("rmsnorm", "layernorm")]
+EXACT = 1e-12  # float64: the same sums in another order
+KNOBS = {"site_weight": 0.7, "site_far": 3.0}
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def streams(model, x) -> dict[str, torch.Tensor]:
+    """What each norm of the blocks reads in training, with its graph."""
+    found, hooks = {}, []
+    for i, block in enumerate(model.blocks):
+        for kind in ("attn", "mlp"):
+            norm, site = getattr(block, f"norm_{kind}"), f"{i}.{kind}"
+            read = lambda _, args, site=site: found.__setitem__(site, args[0])  # noqa: E731
+            hooks.append(norm.register_forward_pre_hook(read))
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def by_the_formula(model, x, y, means: dict, counted=slice(None)):
+    """(the gradient of the loss with the site loss added to it, the site loss), for a model without one."""
+    total, sites = 0, streams(model, x)
+    for site, h in sites.items():
+        log_s = model.scale(h).squeeze(-1).log()[:, counted]
+        d = log_s - means.get(site, log_s.mean()).detach()
+        far = torch.relu(d.abs() - FAR)
+        total = total + (d * d + KNOBS["site_far"] * far * far).mean() / len(sites)
+    total = KNOBS["site_weight"] * total
+    model.zero_grad()
+    (model(x, y).total + total).backward()
+    return gradients(model), total.item()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("phase", ["norm", "blend"])
+@pytest.mark.parametrize("variant", HELD)
+def test_the_gradient_is_that_of_the_formula(variant, phase, checkpoint):
+    """About the first micro-batch's own mean first, then about the running one; also where a block is
+    computed once more for its backward."""
+    plain, held = tiny(variant, phase=phase), tiny(variant, phase=phase, **KNOBS)
+    held.grad_checkpoint = checkpoint
+    x, y = batch()
+    means = {}
+    for _ in range(2):
+        wanted, total = by_the_formula(plain, x, y, means)
+        held.zero_grad()
+        losses = held(x, y)
+        losses.total.backward()
+        assert torch.equal(losses.total, plain(x, y).total)  # it enters by its gradient alone
+        assert (gradients(held) - wanted).norm() < EXACT * wanted.norm()
+        for model in (plain, held):  # FakeLN's c follows
+            model.update_statistics()
+        line = site_metrics(held)
+        assert line["train/site"] == pytest.approx(total, rel=1e-6)
+        assert all(line[f"site/spread.{site}"] > 0 for site in site_losses(held))
+        means = {name: site.corrected()[0] for name, site in site_losses(held).items()}
+        x, y = batch(seed=1)
+
+
+def test_only_tokens_that_count_for_c_count_here():
+    x, y = batch()
+    held = tiny("rmsnorm", phase="norm", **KNOBS, calib_skip_first=True)
+    wanted, _ = by_the_formula(tiny("rmsnorm", phase="norm"), x, y, {}, slice(1, None))
+    held(x, y).total.backward()
+    assert (gradients(held) - wanted).norm() < EXACT * wanted.norm()
+    sinks = tiny("rmsnorm", phase="norm", **KNOBS, sink_multiple=1.05)
+    sinks(x, y).total.backward()
+    sinks.update_statistics()
+    held.update_statistics()
+    assert site_metrics(sinks)["site/spread.1.mlp"] < site_metrics(held)["site/spread.1.mlp"]
+    assert 0 < site_losses(sinks)["1.mlp"].left_out() <= 0.5
+
+
+def test_it_ends_with_the_blend_and_is_no_part_of_an_evaluation():
+    x, y = batch()
+    for phase, training in (("scale", True), ("norm", False), ("blend", False)):
+        plain, held = (tiny("rmsnorm-internal", phase=phase, **more) for more in ({}, KNOBS))
+        for model in (plain, held):
+            model.train(training)
+            model(x, y).total.backward()
+        assert torch.equal(gradients(plain), gradients(held))
+
+
+def test_it_takes_norms_that_a_taper_could_take():
+    for norm in ("coupled", "cbwc", "dyt", "derf"):
+        with refuses("site_weight"):
+            ModelConfig(norm=norm, site_weight=1.0)
+    with refuses("site_weight"):
+        ModelConfig(site_far=1.0)
+    with refuses("norms are gone"):
+        ModelConfig(taper="internal", form="folded", site_weight=1.0)
+
+
+def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(corpus, tmp_path):
+    knobs = dict(**KNOBS, taper="internal", max_iters=24, gate_start=8, gate_end=20)
+    knobs |= dict(ckpt_interval=12, log_interval=1, gradient_accumulation_steps=2)
+    train(*flags(tmp_path / "run", corpus, **knobs))
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    (tmp_path / "again/ckpt.prev.pt").replace(tmp_path / "again/ckpt.pt")
+    assert final(tmp_path / "again")["progress"]["iter"] == 12
+    train("--init_from=resume", f"--out_dir={tmp_path / 'again'}")
+    assert_same_run(tmp_path / "run", tmp_path / "again")
+    lines = metrics(tmp_path / "run")
+    assert all((line.get("train/site", 0) > 0) == (step < 20) for step, line in enumerate(lines))
+    folded = load_model(tmp_path / "run/folded.pt")
+    assert folded.config.site_weight == 0 and not any("site" in name for name in folded.state_dict())
+    # what became of it is trained on without one
+    more = {"init_from": tmp_path / "run", "out_dir": tmp_path / "more", "dataset": corpus, "max_iters": 2}
+    train(*(f"--{name}={value}" for name, value in more.items()), "--device=cpu", "--batch_size=4")
+    assert "train/site" not in metrics(tmp_path / "more")[-1]
+
+
+def test_a_baseline_with_it_is_exported_without():
+    model = tiny("rmsnorm", phase="norm", **KNOBS).float()
+    x, _ = batch()
+    for form in export_files(model.config).values():
+        exported, _ = proved(model, form, x)
+        assert not any("site" in name for name in exported.state_dict())
+        assert isinstance(exported, Transformer) and not site_losses(exported) and site_losses(model)
