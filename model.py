@@ -89,15 +89,13 @@ class ModelKnobs:
     anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
     # (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
-    # weight of the loss on the spread of log s at the blocks' norms, and in it of tokens far off; 0 is off
-    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0
-    site_far: Annotated[NonNegative, SITE_LOSS, FREE, Since(4)] = 0.0
+    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the spread of log s in the blocks
+    site_far: Annotated[NonNegative, SITE_LOSS, FREE, Since(4)] = 0.0  # there: of tokens far off the mean
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01  # mu, of c's and s_tgt's averages
-    # c's and the site loss's tokens: not those at position 0; nor any whose scale is above so many times the
-    # micro-batch's median (None: all count)
-    calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False
+    calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False  # position 0 counts for no c, no site
+    # nor do tokens whose scale is above so many times the micro-batch's median; None: all do
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
