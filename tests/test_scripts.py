@@ -75,6 +75,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("x", "unexpected word"),
         ("--block_size=64", "lower --seq"),
         ("--who=folded", "nobody in mode=train"),
+        ("--network=nowhere", "is no folder of transformers"),
     ],
 )
 def test_peers_bad_input_is_one_line(flag, said):

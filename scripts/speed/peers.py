@@ -4,13 +4,14 @@
     python scripts/speed/peers.py --nanogpt=../nanoGPT  # ... and of the model.py of a nanoGPT checkout
     python scripts/speed/peers.py --mode=decode         # a token at a time; or --mode=prefill
     python scripts/speed/peers.py --mode=prefill --shape=gpt2,llama   # GPT-2 small and Llama 3.2 1B
+    python scripts/speed/peers.py --mode=prefill --network=FOLDER     # a trained network's folder
 
-transformers writes a folder with random weights, and both read it; their logits, and when decoding their
-greedy tokens, are compared before anything is timed. Each contestant is a process of its own, with its own
-allocator settings and threads; they take turns of one step, or of as many as fill 0.2 s, in a fresh random
-order each round. All are started anew several times, as a process can be lucky (results/speed.md has a case).
-A ratio is the median over all rounds of (this / our best), both of the same round, with its quartiles: above
-1 it takes longer than ours.
+transformers writes a folder with random weights, unless one is given, and both read it. Their logits, and
+when decoding their greedy tokens, are compared before anything is timed. Each contestant is a process of its
+own, with its own allocator settings and threads; they take turns of one step, or of as many as fill 0.2 s, in
+a fresh random order each round. All are started anew several times, as a process can be lucky
+(results/speed.md has a case). A ratio is the median over all rounds of (this / ours), both of the same round,
+with its quartiles: above 1 it takes longer than ours. "Ours" is of the same type, and compiled if this is.
 
 "folded" is the same network with every norm tapered, at gate 0 and folded, as a run would leave it. "HF" is a
 plain loop around the class of transformers: its own attention ("sdpa"), torch's AdamW as it comes, gradient
@@ -63,11 +64,13 @@ class Peers(Shape):
     mode: Literal["train", "prefill", "decode"] = "train"  # a step; a prompt's last logits; one more token
     n_embd: tuple[Count, ...] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
     shape: tuple[Literal[*SHAPES], ...] = ()  # instead of Llamas of those widths
+    network: str | None = None  # instead of those, a folder of transformers, whose weights stay as they are
     who: tuple[Literal["nanonorm", "folded", "HF", "HF tuned", "nanoGPT"], ...] | None = None  # None: all
     dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")  # to train by autocast
     compiled: bool = True  # torch.compile as well, ours and theirs (needs a C++ compiler; half a minute each)
     nanogpt: str | None = None  # folder of a nanoGPT checkout, for mode=train
-    seq: Count = 128  # tokens of the prompt, for prefill; decode starts from 8
+    prompts: Count = 1  # at a time, for prefill and decode
+    seq: Count = 128  # tokens of a prompt, for prefill; decode starts from 8
     new_tokens: Count = 32  # tokens that one round of decode adds
     iters: Count = 5  # timed rounds, after one to warm up
     processes: Count = 3  # times that everyone is started anew, for so many rounds each
@@ -178,9 +181,9 @@ def train_nanogpt(k, folder, dtype, how):
 def infer_ours(k, folder, dtype, how, load=ours):
     model = load(folder).to(getattr(torch, dtype)).eval().requires_grad_(False)
     if k.mode == "decode":
-        idx = random_ids(1, 8, model.config.vocab_size, k.seed)
+        idx = random_ids(k.prompts, 8, model.config.vocab_size, k.seed)
         return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=bool(how))
-    idx = random_ids(1, k.seq, model.config.vocab_size, k.seed)
+    idx = random_ids(k.prompts, k.seq, model.config.vocab_size, k.seed)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, last_only=True))
 
@@ -192,8 +195,8 @@ def infer_folded(k, folder, dtype, how):
 def infer_hf(k, folder, dtype, how):
     model = theirs(folder).to(getattr(torch, dtype)).eval()
     if k.mode == "decode":
-        return decode_hf(model, random_ids(1, 8, model.config.vocab_size, k.seed), k.new_tokens, how)
-    idx = random_ids(1, k.seq, model.config.vocab_size, k.seed)
+        return decode_hf(model, random_ids(k.prompts, 8, model.config.vocab_size, k.seed), k.new_tokens, how)
+    idx = random_ids(k.prompts, k.seq, model.config.vocab_size, k.seed)
     forward = torch.compile(model, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, logits_to_keep=1, use_cache=False).logits)
 
@@ -277,24 +280,29 @@ def measure(k: Peers, title: str, folder: Path) -> list[dict]:
             times[name] += turns  # but the one to warm up
             memory[name] = peak
     times = {name: np.array(t) for name, t in times.items()}
-    named = [name for name in times if name.startswith("nanonorm")] or list(times)
-    best = min(named, key=lambda name: np.median(times[name]))
+    kinds = {name: (dtype, "compiled" in how) for name, (_, dtype, how, _) in contestants(k).items()}
+    first = {}  # of a kind, nanonorm as long as --who has it
+    for name, kind in kinds.items():
+        first.setdefault(kind, name)
     units = {"train": k.batch_size * k.block_size, "prefill": k.seq, "decode": k.new_tokens}[k.mode]
+    units *= 1 if k.mode == "train" else k.prompts
     rows = []
     for name, t in times.items():
-        middle, low, high = ratio(t, times[best])
+        beside = first[kinds[name]]
+        middle, low, high = ratio(t, times[beside])
         ms = float(np.median(t))
         of_each = np.median(t.reshape(k.processes, -1), 1).tolist()
         rows.append(dict(network=title, name=name, ms=ms, tok_s=units / ms * 1e3, ratio=middle, ratio_q1=low,
-                         ratio_q3=high, best=best, of_each_process=of_each,
+                         ratio_q3=high, beside=beside, of_each_process=of_each,
                          tensor_bytes=memory[name]))  # fmt: skip
     return rows
 
 
 def print_table(k: Peers, title: str, rows: list[dict]):
     """The rows of measure() as Markdown."""
-    unit = {"train": "step", "prefill": "prompt", "decode": f"{k.new_tokens} tokens"}[k.mode]
-    heads, cells = [title, f"ms a {unit}", "tok/s", f"this / {rows[0]['best']}, quartiles"], []
+    unit = {"train": "step", "prefill": "prefill", "decode": f"{k.new_tokens} tokens"}[k.mode]
+    who = rows[0]["beside"].partition(" ")[0]
+    heads, cells = [title, f"ms a {unit}", "tok/s", f"this / {who}, quartiles"], []
     for r in rows:
         beside = in_words((r["ratio"], r["ratio_q1"], r["ratio_q3"]), digits=2)
         cells.append([r["name"], f"{r['ms']:.1f}", f"{r['tok_s']:,.0f}", beside])
@@ -309,9 +317,11 @@ def refuse(k: Peers):
     """Refuse what cannot be compared, before minutes are spent. Raises: BadInput."""
     if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
         raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
+    if k.network and not (Path(k.network) / "config.json").exists():
+        raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
     check_out("out", k.out, ".json")
     longest = max(k.seq + 1, 8 + k.new_tokens)
-    if longest > k.block_size:
+    if not k.network and longest > k.block_size:
         remedy = "lower --seq or --new_tokens"
         raise BadInput(f"{longest} tokens do not fit into block_size={k.block_size}; {remedy}")
     if not contestants(k):
@@ -325,18 +335,21 @@ def main():
     networks = {f"n_embd {width}": llama_of(k, width) for width in widths}
     if k.shape:
         networks = {shape: SHAPES[shape] for shape in k.shape}
+    if k.network:
+        networks = {Path(k.network).name: None}
     keep_freed_memory()
     transformers, machine = needed_transformers(), hardware(torch.device("cpu"))
-    shape = {"train": f"{k.batch_size} x {k.block_size} tokens", "prefill": f"batch 1, prompt of {k.seq}",
-             "decode": "batch 1, prompt of 8"}[k.mode]  # fmt: skip
+    shape = {"train": f"{k.batch_size} x {k.block_size} tokens", "prefill": f"{k.prompts} x {k.seq} tokens",
+             "decode": f"after {k.prompts} x 8 tokens"}[k.mode]  # fmt: skip
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(f"machine  {machine}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"measure  {k.mode}, {shape}; {k.processes} processes of each, {k.iters} rounds each\n")
     figures = []
-    for title, (name, settings) in networks.items():
+    for title, shape in networks.items():
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_checkpoint(folder, name, settings, k.seed)
+            folder = Path(k.network or temporary)
+            if shape:
+                write_checkpoint(folder, *shape, k.seed)
             compare(k, folder)
             rows = measure(k, title, folder)
         print_table(k, title, rows)
