@@ -56,7 +56,7 @@ class Knobs:
 
 
 def measured(model, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the mean of r(h)/r(x) of each block, over all positions but the first, (n_layer); what couple.measure()
+    """(the mean of r(h)/r(x) of each block over all positions but the first, (n_layer); what couple.measure()
     fits), in float64."""
     norm = RMSNorm(model.config.n_embd, model.config.norm_eps)
     sums = torch.zeros(2, model.config.n_layer, dtype=torch.float64)
@@ -137,13 +137,13 @@ def tables(rows: list[dict]) -> list[str]:
     of = {(row["way"], row["kept"]): row for row in rows}
     ways = [way for way in (*STATISTIC, *KL) if any(row["way"] == way for row in rows)]
     kls = [[way, *(f"{of[way, n]['kl']:.4f}" if (way, n) in of else "" for n in kept)] for way in ways]
-    alphas = []
+    alphas, both = [], next(n for n in kept if all((way, n) in of for way in ways))
     for way in ways:
-        row = of[way, kept[0]]
+        row = of[way, both]
         spans = "{alpha_low:.3f}, {alpha_mean:.3f}, {alpha_high:.3f}".format(**row)
         alphas.append([way, spans, f"{row['cross_entropy'] - row['original']:+.4f}"])
     heads = [["KL to the original, by kept blocks", *kept]]
-    heads += [[f"{kept[0]} kept", "least, mean and largest alpha", "cross-entropy more than the original's"]]
+    heads += [[f"{both} kept", "least, mean and largest alpha", "cross-entropy more than the original's"]]
     return [markdown(kls, heads[0]), markdown(alphas, heads[1])]
 
 
@@ -159,7 +159,7 @@ def draw(figures: Figures, rows: list[dict]) -> str:
         look = {"marker": MARKS[shared], "color": COLOURS[fit], "linestyle": "none", "label": way}
         ax.plot([n + aside for n in x], y, markersize=6, fillstyle="none", **look)
     kls = [row["kl"] for row in rows]
-    figures.log_scale(ax, min(kls) / 1.3, max(kls) * 1.3)
+    figures.log_scale(ax, max(min(kls), 1e-6) / 1.3, max(*kls, 2e-6) * 1.3)
     figures.whole_numbers(ax)
     ax.set(xlabel="first blocks that keep both norms", ylabel="KL to the original, nats a token")
     return figures.save(fig, "choices", ax)
@@ -176,9 +176,10 @@ def main():
     meta, train, val = open_corpus(corpus_folder(k.data), k.window)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)
-    batches = [windows(train, part, k.window, "cpu")[0] for part in torch.from_numpy(starts).split(8)]
+    batches = [windows(train, starts[i : i + 8], k.window, "cpu")[0] for i in range(0, len(starts), 8)]
     of_ratio, own = measured(network, batches)
-    choices = {(n, way): statistic_numbers(of_ratio, own, way, n) for n in k.kept for way in STATISTIC}
+    kept = sorted({*k.kept, *k.kl_kept})
+    choices = {(n, way): statistic_numbers(of_ratio, own, way, n) for n in kept for way in STATISTIC}
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).split(k.batch)
     fresh = [windows(train, starts[part.numpy()], k.window, "cpu")[0] for part in order[: k.steps]]
     if len(fresh) < k.steps:
