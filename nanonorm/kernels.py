@@ -155,6 +155,27 @@ def swiglu(mlp, x):
     return EagerSwiGLU.apply(mlp.gate_up(x), weight)
 
 
+GATED_TOKENS, GATED_SIZE = 8, 1 << 18  # of the matrix, in numbers: below, one more launch costs more
+
+
+def gated(mlp, x, inverse=None):
+    """SwiGLU.activation without a gradient, as two products: one of both writes the rows of each 2 F numbers
+    apart, and reading them so costs more than it saves. (B, T, D) [, (B, T, 1)] -> (B, T, F)"""
+    layer = mlp.gate_up
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return NotImplemented
+    if x.shape[:-1].numel() < GATED_TOKENS or layer.weight.numel() < GATED_SIZE:
+        return NotImplemented
+    if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
+        return NotImplemented  # it may carry an adapter
+    of_gate, of_up = layer.weight.chunk(2)
+    up = F.linear(x, of_up)
+    gate = F.linear(x, of_gate)  # written last, and read first
+    if inverse is not None:
+        up, gate = up.mul_(inverse), gate.mul_(inverse)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
 class EagerSwiGLU(torch.autograd.Function):
     """Keeps gate_up alone for the backward, where autograd would also keep a silu and a product of half its
     size each, and writes its gradient in one piece."""

@@ -115,6 +115,28 @@ def test_a_global_hook_sees_every_layer():
     assert {model.lm_head, model.blocks[0].mlp.down, model.blocks[1].attn.proj} <= seen
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_gate_and_up_as_two_products_are_one(coupled, monkeypatch):
+    """Also those of a folded coupled block. A hook and a gradient see one layer."""
+    model, (x, _), calls = tiny("coupled" if coupled else "rmsnorm").eval(), batch(), []
+    model = fold(model) if coupled else model
+    linear = model.blocks[1].mlp.gate_up
+    with torch.no_grad():
+        plain = model(x)
+        monkeypatch.setattr(kernels, "GATED_SIZE", 0)
+        monkeypatch.setattr(
+            kernels.F, "linear", lambda *args, real=F.linear: calls.append(args[1]) or real(*args)
+        )
+        assert scale_of_difference(model(x), plain) <= EXACT
+        assert not any(weight is linear.weight for weight in calls)
+        handle = linear.register_forward_hook(lambda *_: calls.clear())
+        assert scale_of_difference(model(x), plain) <= EXACT
+        handle.remove()
+    assert not any(weight.shape[0] == len(linear.weight) // 2 for weight in calls)  # since the hook
+    model(x).sum().backward()
+    assert linear.weight.grad.any()
+
+
 @pytest.mark.parametrize("variant", ["rmsnorm", "coupled", "cbwc", "rmsnorm-all-aux"])
 def test_torch_func_sees_through_a_training_network(variant):
     """Gradients a sample, and a directional derivative, beside autograd's."""
