@@ -239,7 +239,7 @@ def draw(figures: Figures, rms, own, keep: int) -> str:
         ax.set(xlabel="block", ylabel="RMS of the stream", title=title)
     axes[2].plot(blocks, own["layer"][0], color="#000000", marker="o", markersize=3)
     axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3 if keep else 0)
-    axes[2].set(xlabel="block", ylabel="alpha", title="growth in a block (grey: kept)")
+    axes[2].set(xlabel="block", ylabel="alpha", title="grey: kept blocks")
     for ax in axes:
         figures.whole_numbers(ax)
     return figures.save(fig, "rms", axes[0])

@@ -22,6 +22,7 @@ the compiler's `cpp_wrapper` where generate() has it. Each holds the network by 
 
 import importlib.util
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -55,6 +56,7 @@ SHAPES = {  # name -> (class of transformers, its configuration)
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }  # fmt: skip
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Peers(Shape):
     new_tokens: Count = 32  # tokens that one round of decode adds
     iters: Count = 5  # timed rounds, after one to warm up
     processes: Count = 3  # times that everyone is started anew, for so many rounds each
+    # cpu: what the process computed, for a machine that is not idle; with OMP_NUM_THREADS=1
+    clock: Literal["wall", "cpu"] = "wall"
     seed: Whole = 1337  # of weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
 
@@ -249,7 +253,7 @@ def work(k: Peers, name: str, folder: Path):
     release_garbage()
     step()  # which compiles
     yield tensor_peak(step) if k.mode == "train" else None
-    yield from timed_turns(step)
+    yield from timed_turns(step, CLOCKS[k.clock])
 
 
 def compare(k: Peers, folder: Path):
@@ -343,7 +347,8 @@ def main():
              "decode": f"after {k.prompts} x 8 tokens"}[k.mode]  # fmt: skip
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(f"machine  {machine}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    print(f"measure  {k.mode}, {shape}; {k.processes} processes of each, {k.iters} rounds each\n")
+    print(f"measure  {k.mode}, {shape}; {k.processes} processes of each, {k.iters} rounds each, "
+          f"{k.clock} time, {torch.get_num_threads()} threads\n")  # fmt: skip
     figures = []
     for title, shape in networks.items():
         with tempfile.TemporaryDirectory() as temporary:
