@@ -216,7 +216,7 @@ def test_a_real_model_is_taken(smollm2, tmp_path):
             said[name] = said.get(name, "") + run_as_written(words, *smaller.get(name, []))
     assert list(said) == ["sample.py", "convert.py", "prepare.py", "couple.py", "bench.py"]
     page = " ".join((ROOT / "docs/pretrained.md").read_text().split())
-    assert all(" ".join(line.split()) in page for line in said["sample.py"].splitlines())
+    assert all(" ".join(text.split()) in page for text in said["sample.py"].splitlines()[:4])
     assert "written" in said["couple.py"] and said["bench.py"].rstrip().endswith("}")
 
 
