@@ -16,6 +16,7 @@ from nanonorm import kernels
 from nanonorm.errors import BadInput
 
 OPSET = 23  # the first in which RMSNorm and attention are one operator each
+PAST, FROM = "past_key_values.", "logits_from"  # inputs of a graph with a cache
 INLINE = 1_900_000_000  # bytes of weights that still fit in the graph's own file: protobuf ends at 2 GiB
 
 
@@ -53,9 +54,9 @@ def exact(number: float) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def export(module: torch.nn.Module, x, path: Path, free: dict | None = None):
-    """Write the graph of module(x), from input_ids to logits, with its weights: above 2 GB they are in a file
-    beside it. free: {dimension of x: name} of those that may vary. Raises: BadInput."""
+def write_graph(module: torch.nn.Module, inputs: dict, outputs: list[str], free: tuple | None, path: Path):
+    """Write module(*inputs.values()) as a graph with its weights: above 2 GB they are in a file beside it.
+    free: for each input the {dimension: name} of those that may vary; None: none may. Raises: BadInput."""
     need_onnx()
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here needs
     size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
@@ -64,11 +65,64 @@ def export(module: torch.nn.Module, x, path: Path, free: dict | None = None):
         settings.enter_context(warnings.catch_warnings(action="ignore"))
         settings.enter_context(patch.object(kernels, "PAD_HEADS_TO", 0))  # it asks how long the window is
         settings.enter_context(Reworded())
-        torch.onnx.export(
-            module, (x,), path, dynamo=True, opset_version=OPSET, input_names=["input_ids"],
-            output_names=["logits"], dynamic_shapes=None if free is None else (free,),
-            external_data=size > INLINE, verbose=False,
+        made = torch.onnx.export(
+            module, tuple(inputs.values()), dynamo=True, opset_version=OPSET, input_names=list(inputs),
+            output_names=outputs, dynamic_shapes=free, verbose=False,
         )  # fmt: skip
+    for value in made.model.graph.inputs:
+        if value.name == FROM:  # it may be left out, and is 0 then
+            value.const_value = import_module("onnx_ir").tensor(inputs[FROM].numpy(), name=FROM)
+            made.model.graph.register_initializer(value)
+    made.save(path, external_data=size > INLINE)
+
+
+def export(module: torch.nn.Module, x, path: Path):
+    """Write the graph of module(x), from input_ids to logits, for x's shape alone. Raises: BadInput."""
+    write_graph(module, {"input_ids": x}, ["logits"], None, path)
+
+
+class Appended:
+    """What a graph has for a model.KVCache: keys and values are inputs, (B, K, P, C) of P earlier tokens, and
+    with those of T new tokens behind them outputs. k, v: of all layers."""
+
+    empty = False
+
+    def __init__(self, k, v, T: int):
+        self.k, self.v, self.pos = list(k), list(v), k[0].shape[2]
+        self.columns = torch.arange(self.pos + T)
+
+    def update(self, layer: int, k, v, rows):
+        """Append k and v (B, K, T, C); returns the layer's (B, K, P + T, C)."""
+        self.k[layer], self.v[layer] = torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
+        return self.k[layer], self.v[layer]
+
+
+class WithPast(torch.nn.Module):
+    """A Transformer as a graph that decodes: ids (B, T), the first of them whose logits are wanted (0-dim),
+    and for each layer keys and values (B, K, P, C) -> logits (B, T - first, V), and those of P + T tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx, first, *past):
+        T, first = idx.shape[1], first.item()
+        torch._check(first >= 0)
+        torch._check(first < T)
+        cache = Appended(past[::2], past[1::2], T)
+        x = self.model.stream(idx, cache).narrow(1, first, T - first)
+        pairs = zip(cache.k, cache.v, strict=True)
+        return self.model.logits(self.model.norm_final(x)), *(t for pair in pairs for t in pair)
+
+
+def export_with_past(model, path: Path):
+    """Write a Transformer's graph for any number of rows, new tokens and earlier tokens. Raises: BadInput."""
+    c, dtype = model.config, model.tok_emb.weight.dtype
+    names = [f"{layer}.{what}" for layer in range(c.n_layer) for what in ("key", "value")]
+    inputs = {"input_ids": torch.zeros(2, min(c.block_size, 3), dtype=torch.long), FROM: torch.tensor(0)}
+    inputs |= {PAST + name: torch.zeros(2, c.n_kv_head, 4, c.head_dim, dtype=dtype) for name in names}
+    free = ({0: "batch", 1: "length"}, {}, ({0: "batch", 2: "past"},) * len(names))
+    write_graph(WithPast(model), inputs, ["logits", *(f"present.{name}" for name in names)], free, path)
 
 
 class Session:
@@ -87,9 +141,35 @@ class Session:
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.past = [i for i in self.session.get_inputs() if i.name.startswith(PAST)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.session.run(None, {"input_ids": x.numpy()})[0])
+        return self.after({}, x)[0]
+
+    def after(self, past: dict, x: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, dict]:
+        """(logits (B, T - first, V) of tokens x (B, T) that follow those of `past`, `past` with x in it).
+        past: {}, or what an earlier call returned."""
+        given = {"input_ids": self.value(x.numpy()), **(past or self.nothing(len(x)))}
+        if first:
+            given[FROM] = self.value(torch.tensor(first).numpy())
+        logits, *present = self.session.run_with_ort_values(None, given)
+        return torch.from_numpy(logits.numpy()), {i.name: t for i, t in zip(self.past, present, strict=True)}
+
+    def nothing(self, rows: int) -> dict:
+        """The keys and values of no token."""
+        kinds = {"tensor(float)": torch.float32, "tensor(double)": torch.float64}
+        made = [torch.empty(rows, i.shape[1], 0, i.shape[3], dtype=kinds[i.type]) for i in self.past]
+        return {i.name: self.value(t.numpy()) for i, t in zip(self.past, made, strict=True)}
+
+    def generate(self, idx: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        """The likeliest text: (B, T) ids -> (B, T + new)."""
+        past, unseen = {}, idx
+        for _ in range(new_tokens):
+            logits, past = self.after(past, unseen, unseen.shape[1] - 1)
+            unseen = logits[:, -1].argmax(-1, keepdim=True)
+            idx = torch.cat((idx, unseen), 1)
+        return idx
 
 
 def nodes(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -55,15 +56,35 @@ def exported(tmp_path):
 
 @pytest.mark.parametrize("variant, form, shape", every_network)
 def test_onnxruntime_computes_the_same(exported, tmp_path, variant, form, shape):
-    model = FORMS[form](tiny(variant, dtype=torch.float32, **shape).eval())
+    """At once, and as it decodes: a prompt and 32 tokens one by one."""
+    model = FORMS[form](tiny(variant, dtype=torch.float32, **{"block_size": 48, **shape}).eval())
     done = exported(model)
     assert done["errors"]["float32"] < 1e-5
     erf = variant == "derf" or shape.get("mlp") == "gelu_erf"  # onnxruntime has none in float64
     assert erf or done["errors"]["float64"] < 1e-9
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "tokenizer.model"}
-    idx = tokens(5, min(model.config.block_size, 13), seed=1)
+    session, longest = Session(tmp_path / "model.onnx"), min(model.config.block_size, 45)
+    idx, start = tokens(3, longest, seed=1), max(1, longest - 32)
     with torch.no_grad():
-        assert scale_of_difference(Session(tmp_path / "model.onnx")(idx), model(idx)) < 1e-5
+        ours = model(idx)
+    logits, past = session.after({}, idx[:, :start])
+    found = [logits]
+    for new in idx[:, start:].split(1, 1):
+        logits, past = session.after(past, new)
+        found.append(logits)
+    assert scale_of_difference(torch.cat(found, 1), ours) < 1e-5
+    assert scale_of_difference(session(idx), ours) < 1e-5
+    assert scale_of_difference(session.after({}, idx, longest - 1)[0], ours[:, -1:]) < 1e-5
+    n = longest - start
+    assert torch.equal(session.generate(idx[:, :start], n), model.generate(idx[:, :start], n, temperature=0))
+
+
+def test_the_card_shows_how_it_decodes(exported, tmp_path, monkeypatch):
+    model = tiny("rmsnorm", dtype=torch.float32, n_kv_head=2).eval()
+    lines = [line for line in exported(model)["how"].splitlines() if line.startswith("    ")]
+    monkeypatch.chdir(tmp_path)
+    exec(textwrap.dedent("\n".join([*lines, "        said.append(ids[0, 0])"])), {"said": (said := [])})  # noqa: S102
+    assert said == model.generate(torch.tensor([[1, 2, 3]]), 8, temperature=0)[0, 3:].tolist()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""--to=onnx: token ids to logits as one graph, proved in onnxruntime on its CPU.
+"""--to=onnx: one graph with a KV cache, for prompts and for decoding, proved in onnxruntime on its CPU.
 
-Batch and length are free. Weights and arithmetic are float32: onnxruntime's CPU multiplies no bfloat16.
+Batch, length and the length of what came before are free. Weights and arithmetic are float32, as
+onnxruntime's CPU multiplies no bfloat16.
 """
 
 import copy
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanonorm.onnx import Session, export
+from nanonorm.onnx import Session, export_with_past
 from scripts.exports import Job, name_of, prove
 
 NEEDS = ("onnx", "onnxscript", "onnxruntime")
@@ -17,15 +18,20 @@ NEEDS = ("onnx", "onnxscript", "onnxruntime")
 HOW = """\
     import numpy, onnxruntime
     session = onnxruntime.InferenceSession("model.onnx")
-    ids = numpy.array([[1, 2, 3]])                          # int64, (batch, length up to {length})
-    logits = session.run(None, {{"input_ids": ids}})[0]       # float32, (batch, length, {vocabulary})
+    names = [i.name for i in session.get_inputs() if i.name.startswith("past_key_values.")]
+    past = {{name: numpy.zeros((1, {heads}, 0, {size}), "float32") for name in names}}  # of no token
+    ids = numpy.array([[1, 2, 3]])                          # int64, (batch, length)
+    for _ in range(8):                                      # the likeliest next tokens
+        logits, *present = session.run(None, {{"input_ids": ids, **past}})
+        ids, past = logits[:, -1:].argmax(-1), dict(zip(names, present))
 
-RMSNorm and attention are one operator each (opset 23). Tokens on the right change nothing on their
-left: pad there where rows differ in length."""
+logits: float32, (batch, length, {vocabulary}), or those from token `logits_from` on, an input that may be
+left out; of a prompt the last alone are cheaper. Past and length are up to {length} tokens together.
+RMSNorm and attention are one operator each (opset 23). Tokens on the right change nothing on their left:
+pad there where rows differ in length, and throw the keys and values of the padding away."""
 SAVES = """\
 The norms that were removed are not in the graph. Under onnxruntime, in which a norm is one kernel, that
-gains a few percent at most (nanonorm's results/speed.md). There is no KV cache: every call computes all
-positions."""
+gains a few percent at most (nanonorm's results/serving.md)."""
 CAST = "\nThe weights were {dtype}; here they are float32, as onnxruntime's CPU multiplies nothing narrower."
 
 
@@ -40,7 +46,7 @@ def write(job: Job) -> dict:
     return {
         "errors": errors,
         "dtype": "float32",
-        "how": HOW.format(length=c.block_size, vocabulary=c.vocab_size),
+        "how": HOW.format(heads=c.n_kv_head, size=c.head_dim, length=c.block_size, vocabulary=c.vocab_size),
         "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),
     }
 
@@ -53,14 +59,26 @@ def proved(job: Job, dtype: torch.dtype) -> float:
             part.eps = torch.tensor(part.eps, dtype=torch.float32).item()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(job.folder if dtype == torch.float32 else scratch, "model.onnx")
-        length = min(job.model.config.block_size, 3)
-        export(model, torch.zeros(2, length, dtype=torch.long), path, {0: "batch", 1: "length"})
+        export_with_past(model, path)
         session, errors = Session(path), []
         for idx in pieces(job.sample):
             with torch.no_grad():
                 ours = model(idx)
-            errors.append(prove(ours, session(idx), dtype, f"onnxruntime on {tuple(idx.shape)} tokens"))
+            what = f"onnxruntime on {tuple(idx.shape)} tokens"
+            errors.append(prove(ours, session(idx), dtype, what))
+            errors.append(prove(ours, piecewise(session, idx), dtype, f"{what}, with its cache"))
     return max(errors)
+
+
+def piecewise(session: Session, idx):
+    """The logits of a prompt, the first half, of up to 32 tokens one by one, and of the rest at once."""
+    half = (idx.shape[1] + 1) // 2
+    past, found = {}, []
+    for part in idx.split([half, *[1] * min(32, idx.shape[1] - half), max(0, idx.shape[1] - half - 32)], 1):
+        if part.numel():
+            logits, past = session.after(past, part)
+            found.append(logits)
+    return torch.cat(found, 1)
 
 
 def pieces(sample):
