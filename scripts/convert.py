@@ -8,8 +8,9 @@
 
 PATH is a run folder, a model file, a GGUF file, a Hugging Face folder or a hub id. Whatever tapers is at gate
 0. An export is compared with the model on real text before --out exists; the error stands in its README.md
-and in its nanonorm.json, and no error that is too large is accepted. What the targets need, and what proves
-them, is installed by `pip install -r requirements-export.txt`.
+and in its nanonorm.json, and no error that is too large is accepted. --push=USER/NAME then uploads the folder
+to the Hugging Face hub. What the targets need, and what proves them, is installed by `pip install -r
+requirements-export.txt`.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
 from scripts.exports.hf import form_for
+from scripts.exports.push import check, push
 from scripts.exports.stock import wants_folding
 
 RUNS = {  # a kind of export -> what runs it
@@ -58,6 +60,8 @@ class Convert:
     form: Literal["auto", "folded", "unfused", "trained"] = "auto"  # auto: what --to needs
     dtype: Literal["auto", *DTYPES] = "auto"  # of the exported weights; auto: the file's
     tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use instead of the model's own
+    push: str | None = None  # USER/NAME of a repository to make on the Hugging Face hub and upload it to
+    private: bool = False  # that repository is for you alone; else as your account has it, mostly public
 
 
 @contextlib.contextmanager
@@ -193,9 +197,15 @@ def main():
         number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if cfg.private and cfg.push is None:
+        raise BadInput("--private=True is of the repository that --push=USER/NAME makes; name it")
+    if cfg.push is not None and cfg.to == "all":
+        raise BadInput("--push uploads one export, and --to=all makes several; name one kind")
     kinds, refused = list(RUNS) if cfg.to == "all" else [cfg.to], {}
     for package in [name for to in kinds for name in import_module(f"scripts.exports.{to}").NEEDS]:
         needed(package)  # before the work is done
+    if cfg.push is not None:
+        check(cfg.push)
     for to in kinds:
         try:
             out = Path(cfg.out, to) if cfg.to == "all" else Path(cfg.out)
@@ -205,6 +215,8 @@ def main():
             if len(refused) == len(kinds):
                 raise
             print(f"no {to}: {e}", flush=True)
+    if cfg.push is not None:
+        print(f"pushed it to {push(Path(cfg.out), cfg.push, cfg.private)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ OTHERWISE = {
     "RMSNorms.",
     "dyt": REPLACED.format("DyT"),
     "derf": REPLACED.format("Derf"),
+}
+
+LOSSES = {  # what a run's file has of its validation -> the metric's type and name
+    "loss": ("loss", "validation loss, nats a token"),
+    "bpb": ("bits_per_byte", "validation loss, bits a byte"),
 }
 
 
@@ -120,16 +126,32 @@ def removed(c: ModelConfig, kind: str) -> str:
     return f"Removed: {sites} ({norm}). {how}; the fixed scaling that is left of it is {left}."
 
 
-def model_card(job: Job, kind: str, done: dict) -> str:
-    """README.md of an export, with the front matter that model hubs read."""
-    base, c = job.meta.get("base") or {}, job.model.config
-    front = {"library_name": "transformers" if kind in ("hf", "stock") else kind.replace("_", "-")}
+def front_matter(job: Job, kind: str) -> dict:
+    """What model hubs read of an export's README.md: what its file knows, and nothing else."""
+    base, corpus = job.meta.get("base") or {}, job.meta.get("corpus", {}).get("source")
+    front = {"library_name": "transformers" if kind in ("hf", "stock") else kind}
     front |= {"pipeline_tag": "text-generation", "tags": ["nanonorm", kind]}
+    if base.get("license"):
+        front["license"] = base["license"]
+    if base and base.get("hub", "/" in base["name"]):  # else it is a folder's name
+        front["base_model"] = base["name"]
+    of = {"type": corpus, "name": corpus, "split": "validation"}
+    if on_hub := re.search(r"(\S+) on the Hugging Face hub, revision (\w+)$", corpus or ""):  # as data/hub.py
+        of |= {"type": on_hub[1], "revision": on_hub[2]}
+        front["datasets"] = [on_hub[1]]
+    loss = [(what, job.meta[f"val/{key}"]) for key, what in LOSSES.items() if f"val/{key}" in job.meta]
+    if loss and corpus:
+        found = [{"type": what, "name": words, "value": value} for (what, words), value in loss]
+        result = {"task": {"type": "text-generation"}, "dataset": of, "metrics": found}
+        front["model-index"] = [{"name": job.folder.name, "results": [result]}]
+    return front
+
+
+def model_card(job: Job, kind: str, done: dict) -> str:
+    """README.md of an export."""
+    base, c, front = job.meta.get("base") or {}, job.model.config, front_matter(job, kind)
     origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`)."
     if base:
-        front |= {"license": base.get("license") or "other"}
-        if base.get("hub", "/" in base["name"]):  # else it is a folder's name
-            front["base_model"] = base["name"]
         licence = base.get("license") or "not stated there"
         origin = f"Made from `{base['name']}` ({base['architecture']}); its licence: {licence}."
     corpus = job.meta.get("corpus", {}).get("source")

@@ -1,0 +1,52 @@
+"""--push=USER/NAME: an export goes to the Hugging Face hub, as a repository that was not there before."""
+
+import re
+from pathlib import Path
+
+from nanonorm.errors import BadInput
+from nanonorm.hub import HUB_TIMEOUT_S
+from scripts.exports import needed
+
+
+def check(name: str):
+    """Ask all that can be asked before the work is done. Raises: BadInput."""
+    hub = needed("huggingface_hub")
+    try:
+        hub.utils.validate_repo_id(name)
+    except hub.errors.HFValidationError as e:
+        raise BadInput(f"--push={name} names no repository: {' '.join(str(e).split()):.200}") from None
+    if "/" not in name:
+        raise BadInput(f"--push={name} lacks the account: --push=USER/NAME")
+    if hub.get_token() is None:
+        raise BadInput("--push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
+    api = hub.HfApi()
+    try:
+        api.model_info(name, timeout=HUB_TIMEOUT_S)
+    except hub.errors.RepositoryNotFoundError:
+        asked(name, api.whoami)
+    except Exception as e:  # its type depends on the client's version and on the network in between
+        raise refusal(name, e) from None
+    else:
+        remedy = "name another, or update it yourself: hf upload USER/NAME DIR"
+        raise BadInput(f"--push={name} is on the hub already; {remedy}")
+
+
+def push(folder: Path, name: str, private: bool) -> str:
+    """Make the repository and upload the folder to it; returns its address. Raises: BadInput."""
+    api = needed("huggingface_hub").HfApi()
+    url = asked(name, api.create_repo, repo_id=name, private=private or None)  # None: as the account has it
+    asked(name, api.upload_folder, repo_id=name, folder_path=folder, commit_message="Exported by nanonorm")
+    return str(url)
+
+
+def asked(name: str, question, **more):
+    """What the hub answers. Raises: BadInput."""
+    try:
+        return question(**more)
+    except Exception as e:
+        raise refusal(name, e) from None
+
+
+def refusal(name: str, e: Exception) -> BadInput:
+    said = re.sub(r"\s+", " ", str(e)).strip()
+    return BadInput(f"--push={name}: the Hugging Face hub does not take it ({type(e).__name__}: {said:.200})")
