@@ -1,0 +1,73 @@
+"""vLLM says what our networks say. NANONORM_VLLM names the interpreter of an environment that has it, which
+`bash scripts/vllm.sh DIR` makes."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize
+from test_convert import convert, network, saved  # noqa: F401 (a fixture)
+
+from nanonorm.files import ROOT
+
+PYTHON = os.environ.get("NANONORM_VLLM")
+pytestmark = [
+    pytest.mark.slow(minutes=1),
+    pytest.mark.skipif(PYTHON is None, reason="NANONORM_VLLM names no interpreter with vLLM"),
+]
+SHAPE = dict(n_layer=3, n_head=4, n_embd=128, block_size=256)  # heads of 32: vLLM has none below
+PREFIX = 140  # tokens that all prompts share: a block of the prefix cache is 128
+NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
+    "with its norms": ("llama", "baseline", {}, "hf", "LlamaForCausalLM"),
+    "stock": ("llama", "all", {}, "stock", "LlamaForCausalLM"),
+    "internal": ("llama", "internal", {}, "hf", "TransformersForCausalLM"),
+    "all": ("llama", "all", {}, "hf", "TransformersForCausalLM"),
+    "coupled": ("llama", "coupled", {}, "hf", "TransformersForCausalLM"),
+    "cbwc": ("ours", "cbwc", {}, "hf", "TransformersForCausalLM"),
+    "qwen 2": ("qwen2", "all", {}, "hf", "TransformersForCausalLM"),
+    "qwen 3": ("qwen3", "internal", {"head_dim": 32}, "hf", "TransformersForCausalLM"),
+}
+
+
+def ask(folder: Path, rounds: list[dict], **options) -> dict:
+    """What scripts/exports/in_vllm.py says of a folder, in float32."""
+    asked = {"folder": str(folder), "rounds": rounds, "options": {"dtype": "float32", **options}}
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, "-P", ROOT / "scripts/exports/in_vllm.py"]
+    run = subprocess.run(command, input=json.dumps(asked), env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@torch.no_grad()
+def assert_says_what_we_say(ours, prompt: list[int], tokens: list[int], logprobs: list[dict]):
+    """Each token is the likeliest after what stands before it, and the logarithms are ours."""
+    logs = ours(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :].double().log_softmax(-1)
+    assert tokens == logs.argmax(-1).tolist()
+    for at, theirs in zip(logs, logprobs, strict=True):
+        assert len(theirs) >= 5
+        for i, log in theirs.items():
+            assert abs(log - at[int(i)].item()) < 1e-3 * (at.max() - at.min())
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "none"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_vllm_agrees(name, caching, saved, tmp_path):  # noqa: F811
+    shape, change, knobs, to, theirs = NETWORKS[name]
+    ours = randomize(network(shape, change, torch.float32, **SHAPE, **knobs), std=0.05)
+    folder = convert(saved(ours), to, tmp_path / "export")
+    text = torch.randint(2, 400, (190,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [text[:n] for n in (190, PREFIX + 1, PREFIX + 17, 33, 1)]
+    each = {"prompts": prompts, "tokens": 64, "logprobs": 5}
+    impl = "auto" if theirs == "LlamaForCausalLM" else "transformers"
+    options = {"model_impl": impl, "enforce_eager": True, "enable_prefix_caching": caching}
+    said = ask(folder, [each, each], **options)
+    assert said["model"] == theirs
+    for found in said["rounds"]:
+        for row in zip(prompts, found["tokens"], found["logprobs"], strict=True):
+            assert_says_what_we_say(ours, *row)
+    cached = [found["cached"] for found in said["rounds"]]
+    assert (cached[1] >= 3 * 128) if caching else cached == [0, 0]
