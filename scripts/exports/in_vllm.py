@@ -2,11 +2,11 @@
 
     out/vllm/bin/python -P scripts/exports/in_vllm.py < asked.json
 
-asked.json holds {"folder", "options": of vllm.LLM, "rounds": [{"prompts": rows of ids, "tokens": how many are to
-follow each, "logprobs": of how many candidates}]}. The last line printed is {"model": vLLM's class, "version",
-"rounds": [{"tokens": of each prompt, "logprobs": for each of them the natural logarithms by id, "cached": prompt
-tokens that the prefix cache held, "seconds"}]}. All is greedy, and no token ends a text. -P keeps the other
-files of this folder from standing in for packages.
+asked.json holds {"folder", "options": of vllm.LLM, "rounds": [{"prompts": rows of ids, "tokens": how many
+are to follow each, "logprobs": of how many candidates}]}. The last line printed is {"model": vLLM's class,
+"version", "rounds": [{"tokens": of each prompt, "logprobs": for each of them the natural logarithms by id,
+"cached": prompt tokens that the prefix cache held, "seconds"}]}. All is greedy, and no token ends a text. -P
+keeps the other files of this folder from standing in for packages.
 """
 
 import json
