@@ -6,6 +6,7 @@ norms and a taper. Where a taper is over, or an export has taken norms away, the
 that it has: what is gone stays gone, and nothing is calibrated or gated.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,27 +15,30 @@ import torch
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
 from forms import begun_as, config_of, from_file, skeleton, unfuse
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
-from nanonorm.files import phase_and_gates
+from nanonorm.files import phase_and_gates, thin
 from nanonorm.knobs import off
-from nanonorm.machine import uncompiled, versions
+from nanonorm.machine import autocast, uncompiled, versions
 from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
 
-def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype):
+def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype, hollow: bool = False):
     """(the Transformer that trains, the module that is called for its losses), on the CPU: one and the same,
-    or with a teacher a Distilled of the two networks. Raises: BadInput."""
+    or with a teacher a Distilled of the two networks. hollow: without the values of matrices, which another
+    rank has. Raises: BadInput."""
     cfg, wide = start.settings, torch.promote_types(dtype, torch.float32)
-    teacher = make_teacher(start)
-    model = make_model(start, corpus, data_folder)
+    if hollow and start.file is not None:
+        start.file["state"] = thin(start.file["state"])
+    teacher = make_teacher(start, hollow)
+    model = make_model(start, corpus, data_folder, hollow)
     model.end_token = corpus.get("end_token_id")
     if teacher is None:
-        return model.to(wide), model
+        return with_rope(model.to(wide)), model
     teacher_id = teacher.meta["id"]
     if start.source is None and str(start.given) != teacher_id["path"]:
         refuse_other_tokens(corpus, data_folder, teacher.meta.get("corpus", {}), Path(teacher_id["path"]))
@@ -51,11 +55,18 @@ def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype):
         torch.manual_seed(cfg.seed)
         put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
         if start.source is not None:
-            load_adapters(model, start.file.get("adapters"), start.source)
-    return model, Distilled(model, teacher, teacher_id, cfg.ce_weight, cfg.kl_weight)
+            load_adapters(model, start.file.get("adapters"), start.source, spread="parts" in start.file)
+    pair = with_rope(model), with_rope(teacher)
+    return model, Distilled(*pair, teacher_id, cfg.ce_weight, cfg.kl_weight)
 
 
-def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer:
+def with_rope(model: Transformer) -> Transformer:
+    """A network on the CPU, with its rotary tables even where its matrices are on the meta device."""
+    model.rope = rope_tables(model.config, "cpu")
+    return model
+
+
+def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) -> Transformer:
     """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
     what the run needs."""
     cfg = start.settings
@@ -69,7 +80,8 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     config = cfg.model_config(corpus["vocab_size"])
     torch.manual_seed(cfg.seed)
     if start.file is None:
-        return Transformer(config)
+        with torch.device("meta") if hollow else nullcontext():
+            return Transformer(config)
     if start.given is not None:
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
         return begun_from(start.file, config, start.given)
@@ -80,7 +92,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path) -> Transformer
     return model
 
 
-def make_teacher(start: Beginning) -> Transformer | None:
+def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
     """The network to learn from, if there is one, in its file's type; a checkpoint of adapters gets the
     tensors that it left out. Raises: BadInput."""
     cfg = start.settings
@@ -91,11 +103,14 @@ def make_teacher(start: Beginning) -> Transformer | None:
     longest = config_of(file, path).block_size
     if longest < cfg.block_size:
         raise BadInput(f"block_size={cfg.block_size} is longer than the {longest} of {path}")
+    sha256 = None if hollow else fingerprint(file["state"])
+    if hollow:
+        file["state"] = thin(file["state"])
     teacher = untapered(file, path, cfg.block_size)
-    teacher.meta["id"] = {"path": str(path), "sha256": fingerprint(file["state"])}
+    teacher.meta["id"] = {"path": str(path), "sha256": sha256}
     if start.source is not None:
         recorded = start.file["meta"].get("teacher")
-        if not isinstance(recorded, dict) or recorded.get("sha256") != teacher.meta["id"]["sha256"]:
+        if not isinstance(recorded, dict) or recorded.get("sha256") != (sha256 or recorded.get("sha256")):
             began = f"is not the teacher that the run in {cfg.out_dir} began with"
             raise BadInput(f"{path} {began}; name that one with --teacher=")
         if "adapters" in start.file:
@@ -162,7 +177,7 @@ def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
     return [f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]
 
 
-def distance_of(pair: Distilled, start: Beginning, val_tokens, device, autocast) -> list[str]:
+def distance_of(pair: Distilled, start: Beginning, val_tokens, device, dtype) -> list[str]:
     """How far a student that begins is from its teacher, its norms on as they are then; nothing of any other
     network."""
     if start.settings.teacher is None or start.source is not None:
@@ -170,7 +185,7 @@ def distance_of(pair: Distilled, start: Beginning, val_tokens, device, autocast)
     student = pair.student.eval()
     torch.nn.ModuleList(student.taper_norms().values()).train()
     x, y = (t.to(device) for t in few_windows(val_tokens, student.config))
-    with autocast, uncompiled(start.settings.compile):
+    with autocast(device, dtype), uncompiled(start.settings.compile):
         found = divergence(pair.teacher, student, zip(x.split(1), y.split(1), strict=True))
     pair.train()
     return [f"from teacher to student: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]

@@ -36,8 +36,8 @@ from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.nonfinite import first_nonfinite
-from nanonorm.optimizer import grad_norms, make_optimizer
-from nanonorm.ranks import Interrupt, Ranks
+from nanonorm.optimizer import Gradients, clip, grad_norms, make_optimizer
+from nanonorm.ranks import Interrupt, Ranks, local
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
 from nanonorm.scale import diagnostics, site_losses, site_metrics, taper_metrics
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
@@ -52,13 +52,16 @@ def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) ->
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
     if n % T:
         batches.append((np.array([n - n % T]), n % T))
+    turns = [(*batch, len(batch[0]) * batch[1]) for batch in batches]
+    if cfg.shard:  # the ranks gather weights together: one that has nothing left goes along
+        turns += [(*batches[-1], 0)] * (-len(batches) % ranks.size)
     totals = torch.zeros(len(of), dtype=machine.widest_float(device), device=device)
-    for first, length in batches[ranks.rank :: ranks.size]:
+    for first, length, counted in turns[ranks.rank :: ranks.size]:
         whole = (len(first), length) == (cfg.batch_size, T)  # each shape would take a graph of its own
         with autocast, nullcontext() if whole else machine.uncompiled(machine.how_compiled(cfg, device)):
             losses = module(*windows(tokens, first, length, device))
         found = torch.stack([getattr(losses, name) for name in of])
-        totals += found.to(totals.dtype) * (len(first) * length)
+        totals += found.to(totals.dtype) * counted
     ranks.sum(totals)
     return [total / n for total in totals.tolist()]
 
@@ -90,7 +93,7 @@ class Step:
         self.drop_steps = None  # the step at which each gate falls, where they fall one by one
         if cfg.gate_gaps is not None:
             self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
-        self.autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+        self.autocast = machine.autocast(device, dtype)
         self.forward = self.compiled = machine.compiled(self.module, Block, cfg, device)
         self.optimizer = make_optimizer(list(self.learns.values()), cfg, device)
         self.fused = self.optimizer.defaults["fused"]
@@ -105,7 +108,8 @@ class Step:
         for name, p in self.model.named_parameters():
             p.requires_grad_(p.requires_grad and name in self.learns)
         self.trained = {name: p for name, p in self.learns.items() if p.requires_grad}
-        if self.ranks.size > 1:
+        self.gradients = Gradients(list(self.trained.values()), self.ranks, self.cfg.shard)
+        if self.ranks.size > 1 and not self.cfg.shard:
             wrapped = isinstance(self.forward, DistributedDataParallel)  # for the phase before
             # a warning that broadcast_buffers has another name; from the second phase on weights are equal
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
@@ -162,10 +166,11 @@ class Step:
             sums = torch.stack((*found, torch.ones_like(losses.ce)))
             self.totals.add_(sums.to(self.totals.dtype))
         self.model.update_statistics(self.ranks.sum)
-        norms = torch.stack(torch._foreach_norm([p.grad for p in self.trained.values()]))
+        parts = self.gradients.parts()
+        norms = self.gradients.norms(parts)
         total_norm = torch.linalg.vector_norm(norms)
         if self.cfg.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.trained.values(), self.cfg.grad_clip, total_norm)
+            clip(parts, self.cfg.grad_clip, total_norm)
         finite = torch.isfinite(total_norm) & torch.isfinite(self.totals).all()
         first_bad = torch.minimum(self.bad_step, self.number)
         self.bad_step.copy_(torch.where(finite, self.bad_step, first_bad))
@@ -180,6 +185,12 @@ class Step:
     def resume(self, start: Beginning):
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
         load_optimizer(self.optimizer, start.file, start.source)
+        if self.cfg.shard and "parts" in start.file:
+            from nanonorm import parts
+
+            live = self.module.to_file({}) | {"optimizer": self.optimizer.state_dict()}
+            parts.load(start.file, start.source, live, self.ranks)
+            take_norms(self.model)
         sums = sums_of(start, self.losses)
         sums *= self.cfg.gradient_accumulation_steps / start.file["run"].gradient_accumulation_steps
         if self.ranks.main:
@@ -213,7 +224,7 @@ class Step:
             where = first_nonfinite(self.module, self.with_masks(batch_of(bad), bad), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
         for name, p in self.learns.items() if weights else ():
-            if not torch.isfinite(p).all():
+            if not torch.isfinite(local(p)).all():
                 step = self.number.item()
                 raise SystemExit(f"train.py: step {step}: its update left {name} non-finite; {remedy}")
 
@@ -289,22 +300,28 @@ def main(held: ExitStack):
     cfg, progress = start.settings, start.progress
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = machine.set_up(cfg, ranks)
-    ranks.start(device, cfg.backend)
+    ranks.start(device, cfg.backend, alone=cfg.shard)
     start.refuse_to_differ(ranks)
 
     # --- data, model, optimizer
     data_folder = corpus_folder(cfg.dataset)
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    model, module = make_trained(start, corpus, data_folder, dtype)
+    model, module = make_trained(start, corpus, data_folder, dtype, hollow=cfg.shard and not ranks.main)
     notes = cfg.remarks()
     if ranks.main:
         notes += change_of(model, start, torch.from_numpy(val_tokens))
-    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
-    module.to(device).train()
-    step = Step(model, cfg, device, dtype, ranks, module)
+    whole_on = torch.device("cpu") if cfg.shard else device
+    if not cfg.shard:
+        module.to(device)
     if ranks.main:
-        notes += distance_of(module, start, val_tokens, device, step.autocast)
+        notes += distance_of(module, start, torch.from_numpy(val_tokens), whole_on, dtype)
+    if cfg.shard:
+        from nanonorm.shard import Sharded  # torch's FSDP takes a second to import
+
+        sharded = Sharded(module, Block, device, dtype, ranks)
+    step = Step(model, cfg, device, dtype, ranks, module.train())
+    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
     if start.source is not None:
         step.resume(start)
     start.file = progress.totals = None  # frees the copies
@@ -385,6 +402,9 @@ def main(held: ExitStack):
         sys.exit(128 + stop)
 
     # --- the exports
+    if cfg.shard:
+        module = sharded.gathered()
+        model = getattr(module, "student", module)
     if ranks.main:
         meta = {"iter": progress.iter, **origin, "run": asdict(cfg), **progress.val}
         export_all(model, module, folder, val_tokens, meta)

@@ -100,6 +100,7 @@ class Config(ModelKnobs):
     cuda_graph: Annotated[bool, AGAIN, V2] = False  # a step, forward to AdamW, as one CUDA graph (one GPU)
     grad_checkpoint: Annotated[bool, AGAIN, V2] = False  # blocks run again in the backward, to save memory
     backend: Annotated[Literal["auto", "nccl", "gloo"], AGAIN] = "auto"  # of torch.distributed (torchrun)
+    shard: Annotated[bool, AGAIN, Since(4)] = False  # each rank holds a part of weights and averages (FSDP2)
 
     def resolve(self):
         """Fill in the knobs that default to another one and refuse what makes no sense. Returns self."""

@@ -13,6 +13,7 @@ import torch.nn as nn
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, is_plain
 from nanonorm.kernels import upcast
+from nanonorm.ranks import whole
 
 ADAPTER = ".lora_"  # in the names of an adapter's tensors, and in no others
 PROJECTIONS_IN = {"qkv": 3, "gate_up": 2}  # projections in one matrix
@@ -92,18 +93,20 @@ def take_norms(network: nn.Module):
             A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
             rows = layer.get_base_layer().weight.to(B.dtype, copy=True)  # (out, in)
             rows.addmm_(B, A, alpha=layer.scaling[name])  # in place: autocast narrows no such product
-            magnitude.norms.copy_(torch.linalg.vector_norm(rows, dim=1))
+            magnitude.norms.copy_(whole(torch.linalg.vector_norm(rows, dim=1)))
 
 
 @torch.no_grad()
-def load_adapters(network: nn.Module, tensors, path):
-    """Give adapters the values in a file. Raises: ModelError if they are another network's."""
+def load_adapters(network: nn.Module, tensors, path, spread: bool = False):
+    """Give adapters the values in a file. spread: a sharded run's are not all in it. Raises: ModelError if
+    they are another network's."""
     own = {name: p for name, p in network.named_parameters() if ADAPTER in name}
-    if not isinstance(tensors, dict) or not all(map(is_plain, tensors.values())):
+    if not isinstance(tensors, dict) or not all(is_plain(t) or spread for t in tensors.values()):
         raise ModelError(f"{path} is damaged: its adapters are no tensors")
     check_state(tensors, own, path)
     for name, p in own.items():
-        p.copy_(tensors[name])
+        if not (tensors[name].is_meta or p.is_meta):
+            p.copy_(tensors[name])
     take_norms(network)
 
 

@@ -184,7 +184,8 @@ def json_object(text: str | bytes) -> dict:
 
 def read_file(path, whole: bool = True) -> dict:
     """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. `whole`
-    refuses a checkpoint of adapters alone.
+    refuses a checkpoint of adapters alone, and joins a sharded run's. Tensors are mapped: they take memory
+    once they are written to, or read by nobody else.
 
     torch.save writes a CRC-32 of every tensor, which torch.load does not look at; this does.
     Raises: BadFile, or another ModelError for a file of another format.
@@ -196,8 +197,8 @@ def read_file(path, whole: bool = True) -> dict:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles
             if (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
-            f.seek(0)
-            file = torch.load(f, map_location="cpu", weights_only=True)
+            mapped = os.name == "posix"  # elsewhere a mapped file cannot be replaced
+            file = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise BadFile(f"no model file {path}") from None
     except IsADirectoryError:
@@ -223,9 +224,13 @@ def read_file(path, whole: bool = True) -> dict:
         remedy = "give the export of the finished run, or go on with the run"
         raise ModelError(f"{path} holds adapters without the network that they are for; {remedy}")
     wrong = [name for name, t in file["state"].items() if not is_plain(t)]
-    if wrong or ("tok_emb.weight" not in file["state"] and "adapters" not in file):
+    if wrong or not {"tok_emb.weight", "adapters", "parts"} & {*file, *file["state"]}:
         name = (wrong or ["tok_emb.weight"])[0]
         raise BadFile(f"{path} is not a model file of this project: its state has no float tensor {name}")
+    if whole and "parts" in file:
+        from nanonorm import parts  # it takes a second
+
+        parts.join(file, path)
     return file
 
 
@@ -261,11 +266,16 @@ def check_state(state: dict, wanted: dict, path):
         t = torch.atleast_1d(state[name])
         rows = max(1, (1 << 20) * len(t) // max(1, t.numel()))  # the flags of a large tensor take memory
         pieces = t.split(rows)
-        if not all(torch.isfinite(piece).all() for piece in pieces):
+        if not (t.is_meta or all(torch.isfinite(piece).all() for piece in pieces)):
             raise ModelError(f"{path} is damaged: {name} holds values that are not finite")
     types = {str(t.dtype).removeprefix("torch.") for t in state.values() if t.dim() >= 2}
     if len(types) > 1:  # a product takes one; gains and shifts may be wider
         raise ModelError(f"{path} has matrices in {' and '.join(sorted(types))}; save them in one type")
+
+
+def thin(state: dict) -> dict:
+    """A state whose matrices have their shapes and types, but no values."""
+    return {name: t.to("meta") if t.dim() >= 2 else t for name, t in state.items()}
 
 
 def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:

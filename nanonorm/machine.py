@@ -34,6 +34,8 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
         raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; use --cuda_graph=False")
     if cfg.cuda_graph and ranks.size > 1:
         raise BadInput("cuda_graph=True is for a single GPU; under torchrun use --cuda_graph=False")
+    if cfg.shard:
+        refuse_to_shard(cfg, device)
     dtype = pick_dtype(cfg.dtype, device, cfg.n_embd)
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
@@ -44,6 +46,16 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda" and dtype == torch.bfloat16:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32 products
     return device, dtype
+
+
+def refuse_to_shard(cfg, device: torch.device):
+    """Raises: BadInput for what does not go with shard=True, which gathers weights block by block."""
+    if cfg.cuda_graph:
+        raise BadInput("shard=True gathers weights within a step, which a CUDA graph cannot; set one of them")
+    if how_compiled(cfg, device) is True:
+        raise BadInput("shard=True gathers block by block; use --compile=regional, or --compile=False")
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"shard=True needs a CPU or GPUs, and device={device}; leave it out")
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -163,7 +175,9 @@ def compiler_works(device: torch.device):
 
 def how_compiled(cfg, device: torch.device) -> bool | str:
     """False, True for the whole model, or "regional": what the knob `compile` means on a device."""
-    return device.type == "cuda" if cfg.compile is None else cfg.compile
+    if cfg.compile is None and device.type == "cuda":
+        return "regional" if cfg.shard else True
+    return bool(cfg.compile) if cfg.compile is None else cfg.compile
 
 
 def compiled(module, block: type, cfg, device: torch.device):
@@ -203,6 +217,11 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
         (a @ a)[0, 0].item()
         best = min(best, time.perf_counter() - t)
     return 2 * n**3 / best
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """The context in which a run in bfloat16 computes; of any other type it does nothing."""
+    return torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else contextlib.nullcontext()
 
 
 def processor(device: torch.device) -> str:

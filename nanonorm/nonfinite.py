@@ -2,6 +2,8 @@
 
 import torch
 
+from nanonorm.ranks import local
+
 
 def first_nonfinite(model, batches, autocast) -> str:
     """Name the tensor in which a non-finite value first shows when `batches` of (x, y) run once more."""
@@ -25,5 +27,5 @@ def first_nonfinite(model, batches, autocast) -> str:
     if found:
         return found[0]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+    bad = [name for name, grad in grads.items() if not torch.isfinite(local(grad)).all()]
     return f"gradient of {bad[-1]}" if bad else "value that does not show again here"

@@ -5,6 +5,8 @@ import re
 
 import torch
 
+from nanonorm.ranks import local
+
 KINDS = {  # of weights -> what their names begin with; a norm's gains and shift are one
     "qkv": r".*attn\.qkv.*weight", "proj": r".*attn\.proj.*weight", "gate_up": r".*mlp\.(gate_)?up.*weight",
     "down": r".*mlp\.down.*weight", "emb": r".*tok_emb\.weight", "norm": r".*norm_\w+",
@@ -21,6 +23,45 @@ def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.A
     betas = (cfg.beta1, cfg.beta2)
     fused = device.type in ("cpu", "cuda")  # mps has a fused one that would not skip a bad step
     return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
+
+
+class Gradients:
+    """The gradients of a step's parameters as this rank has them: whole, or in a sharded run the rows of
+    matrices that are its own."""
+
+    def __init__(self, parameters: list, ranks, sharded: bool):
+        self.parameters, self.ranks = parameters, ranks
+        self.sharded = sharded and ranks.size > 1
+        # what of a square a rank adds to the sum over all
+        shares = [1.0 if hasattr(p, "to_local") else 1 / ranks.size for p in parameters]
+        self.shares = torch.tensor(shares, device=parameters[0].device)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Each gradient, or this rank's rows. Those of what is no matrix, which nobody has summed yet in a
+        sharded run, become the mean over the ranks first."""
+        grads = [p.grad for p in self.parameters]
+        small = [g for g in grads if not hasattr(g, "to_local")]
+        if self.sharded and small:
+            flat = torch.cat([g.flatten() for g in small])
+            self.ranks.sum(flat)
+            pieces = (flat / self.ranks.size).split([g.numel() for g in small])
+            torch._foreach_copy_(small, [piece.view_as(g) for piece, g in zip(pieces, small, strict=True)])
+        return [local(g) for g in grads]
+
+    def norms(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of each gradient, over all its rows. (n)"""
+        norms = torch.stack(torch._foreach_norm(parts))
+        if not self.sharded:
+            return norms
+        squares = norms.square() * self.shares
+        self.ranks.sum(squares)
+        return squares.sqrt()
+
+
+def clip(parts: list[torch.Tensor], largest: float, norm):
+    """Scale gradients down in place to a norm of at most `largest`, as torch's clip_grads_with_norm_ does;
+    norm: theirs over all ranks, 0-dim."""
+    torch._foreach_mul_(parts, (largest / (norm + 1e-6)).clamp(max=1.0))
 
 
 def grad_norms(names: list[str], norms) -> dict[str, float]:

@@ -44,13 +44,16 @@ class Ranks:
         """Whether this is the rank that writes files and talks."""
         return self.rank == 0
 
-    def start(self, device: torch.device, backend: str = "auto"):
-        """Join the others. `backend`: nccl, gloo, or auto for nccl on GPUs and gloo elsewhere."""
-        if self.size == 1:
+    def start(self, device: torch.device, backend: str = "auto", alone: bool = False):
+        """Join the others. `backend`: nccl, gloo, or auto for nccl on GPUs and gloo elsewhere. alone: be a
+        group of one where there are no others."""
+        if self.size == 1 and not alone:
             return
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
-        store = store_of_this_attempt(*next(dist.rendezvous("env://", self.rank, self.size)))
+        store = dist.HashStore()
+        if self.size > 1:
+            store = store_of_this_attempt(*next(dist.rendezvous("env://", self.rank, self.size)))
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         self.host_group = dist.new_group(backend="gloo")  # for numbers on the host: no GPU sync
 
@@ -93,8 +96,33 @@ class Ranks:
             dist.barrier()
 
     def close(self):
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def local(t):
+    """This rank's rows of a tensor that is spread over the ranks (a DTensor); any other as it is."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def whole(t):
+    """All of a tensor that is spread, on every rank, which all must ask for it; any other as it is."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def rows_like(parameter, tensors: dict) -> dict:
+    """What an optimizer keeps of a parameter; where that is spread, spread like it: each rank takes its own
+    rows, and of what has no values yet zeros."""
+    if not hasattr(parameter, "to_local"):
+        return tensors
+    found = dict(tensors)
+    for name, t in tensors.items():
+        if isinstance(t, torch.Tensor) and t.shape == parameter.shape:
+            found[name] = torch.zeros_like(parameter, requires_grad=False)
+            pieces, rank = t.chunk(parameter.device_mesh.size()), parameter.device_mesh.get_local_rank()
+            if not t.is_meta and rank < len(pieces):
+                found[name].to_local().copy_(pieces[rank])
+    return found
 
 
 def store_of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:

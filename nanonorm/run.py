@@ -3,6 +3,7 @@
     config.json  metrics.jsonl                        what the run is, and its log
     tokenizer.model, or tokenizer.json and its kin     how it reads text
     ckpt.pt  ckpt.prev.pt                              everything to go on with; the one before
+    ckpt.0.parts/ ...                                  of a sharded run, what they leave out (parts.py)
     unfused.pt  folded.pt, or model.pt                 the exports of a finished run
 
 A checkpoint is a model file with more in it: the optimizer's state, the settings (`run`) and the progress.
@@ -35,7 +36,7 @@ from nanonorm.files import (
 from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
-from nanonorm.ranks import Ranks
+from nanonorm.ranks import Ranks, local, rows_like
 from nanonorm.split import other_split
 from nanonorm.typed import STRICT, Record, Whole, printable, why
 
@@ -102,6 +103,10 @@ def read_checkpoint(path: Path, settings: type) -> dict:
     for part in ("run", "optimizer", "progress"):
         if not isinstance(file.get(part), dict):
             raise BadFile(f"{path} is not a training checkpoint: it has no {part}")
+    if "parts" in file:
+        from nanonorm import parts
+
+        parts.folder_of(file, path)
     if type(file["progress"].get("iter")) is not int:
         raise BadFile(f"{path} is not a training checkpoint of this version: it does not say its step")
     try:
@@ -156,7 +161,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, file: dict, source: Path):
     Raises: BadInput for values no run could have written.
     """
     try:
-        state = {**optimizer.state_dict(), "state": file["optimizer"]["state"]}  # the settings stay
+        named = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {i: rows_like(named[i], of) for i, of in file["optimizer"]["state"].items()}
+        state = {**optimizer.state_dict(), "state": own}  # the settings stay
         optimizer.load_state_dict(state)
         needed = set(optimizer.state)
         if file["progress"]["iter"]:  # after a step every matrix has state; a gain may not have trained yet
@@ -175,7 +182,7 @@ def fits_adamw(state: dict, p) -> bool:
     shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
     if set(state) != set(shapes):
         return False
-    return all(state[k].shape == shape and torch.isfinite(state[k]).all() for k, shape in shapes.items())
+    return all(state[k].shape == s and torch.isfinite(local(state[k])).all() for k, s in shapes.items())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -241,6 +248,10 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     run = asked.resumed(explicit, file["run"])
     for note in other_split(run, file["run"]) if ranks.main else ():
         say(note)
+    if "parts" in file:
+        from nanonorm import parts
+
+        parts.join(file, source, values=not run.shard)
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)
 
@@ -309,6 +320,14 @@ def refuse_to_write_over(weights: Path, out_dir: str):
 # writing
 
 
+def clear_parts(out_dir: Path):
+    """Remove what no checkpoint of a sharded run names."""
+    if list(out_dir.glob("ckpt.*.parts")):
+        from nanonorm import parts
+
+        parts.clear(out_dir)
+
+
 def by_main_rank(method):
     """Let a method of RunFolder do nothing on the ranks that neither write nor talk."""
 
@@ -349,6 +368,7 @@ class RunFolder:
         elif self.source != self.newest and self.newest.exists():
             with writing(self.path):  # else the next checkpoint would keep it as the previous one
                 self.newest.replace(self.path / "ckpt.bad.pt")
+        clear_parts(self.path)
         for stale in (self.path / f"{name}.tmp" for name in RUN_FILES):
             try:
                 stale.unlink(missing_ok=True)
@@ -411,18 +431,27 @@ class RunFolder:
         """Print a line about the step that was done, above the progress bar."""
         tqdm.write(f"step {self.progress.iter}: {message}")
 
-    @by_main_rank
     def save(self, module, model, optimizer, totals, meta: dict):
-        """Write ckpt.pt: everything that the next step depends on. The one before stays as ckpt.prev.pt.
-        module: what writes itself, the `model` that trains or a Distilled around it."""
+        """Write ckpt.pt: everything that the next step depends on. The one before stays as ckpt.prev.pt. In a
+        sharded run every rank writes its part. module: what writes itself, the `model` that trains or a
+        Distilled around it."""
         progress = self.progress
+        if not (self.ranks.main or self.settings.shard):
+            return
         if self.metrics is not None:
             self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
             progress.logged = self.metrics.logged
         meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.tolist(), **meta}
         kept = progress.model_dump() | {"totals": totals.cpu()}
         file = module.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
-        write_file(file | {"progress": kept}, self.newest, kept=self.previous)
+        file |= {"progress": kept}
+        if self.settings.shard:
+            from nanonorm import parts
+
+            file = parts.save(self.path, file, self.ranks)
+        if self.ranks.main:
+            write_file(file, self.newest, kept=self.previous)
+            clear_parts(self.path)
 
     @by_main_rank
     def write_export(self, name: str, file: dict):

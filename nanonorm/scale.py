@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
 from nanonorm.kernels import upcast
+from nanonorm.ranks import whole
 
 
 def ordinary(inverse, multiple: float | None):
@@ -167,7 +168,7 @@ def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
     """
     h = upcast(stream)
     y, W = upcast(model.norm_final(h)), upcast(model.head()[0])
-    return model.scale(h).mean(), ((y @ (W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
+    return model.scale(h).mean(), ((y @ whole(W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
 
 def distance(s, target, relative: bool):
