@@ -69,14 +69,19 @@ class Sharded:
 
     def spread(self, block: type, dtype):
         """Cut every matrix by its rows. A matrix of two owners, student and teacher, stays one."""
+        blocks = [part for part in self.module.modules() if isinstance(part, block)]
         owners = {}
         for part in self.module.modules():
             for name, p in part.named_parameters(recurse=False):
                 owners.setdefault(id(p), []).append((part, name))
+        inside = {part for of_block in blocks for part in of_block.modules()}
+        for _, *others in owners.values():  # fully_shard refuses one that two of its groups share
+            for part, name in (owner for owner in others if owner[0] in inside):
+                p = getattr(part, name)
+                setattr(part, name, nn.Parameter(p.detach(), p.requires_grad) if p.is_meta else p)
         # a matrix that is centred in the forward pass is so in float32
-        centred = any(
-            hasattr(part, "centred") and isinstance(part, nn.Linear) for part in self.module.modules()
-        )
+        linears = [part for part in self.module.modules() if isinstance(part, nn.Linear)]
+        centred = any(hasattr(part, "centred") for part in linears)
         narrow = dtype if dtype == torch.bfloat16 and not centred else None
         wide = torch.float32 if dtype == torch.bfloat16 else None
         how = {
@@ -85,9 +90,8 @@ class Sharded:
             "mp_policy": MixedPrecisionPolicy(narrow, wide, cast_forward_inputs=False),
             "ignored_params": {p for p in self.module.parameters() if p.dim() < 2},
         }
-        for part in [part for part in self.module.modules() if isinstance(part, block)]:
+        for part in (*blocks, self.module):
             fully_shard(part, **how)
-        fully_shard(self.module, **how)
         for first, *others in owners.values():
             p = getattr(*first)
             if isinstance(p, DTensor):

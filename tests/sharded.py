@@ -1,0 +1,137 @@
+"""What a rank of test_shard.py does: torchrun's, or of an unsharded run the only one.
+
+python -m torch.distributed.run --standalone --nproc_per_node=4 tests/sharded.py FILE.json rmsnorm cbwc
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conftest import VARIANTS, randomize
+
+import train
+from config import Config
+from data.sampling import train_batch
+from model import Block, Transformer
+from nanonorm.adapters import put_on, take_norms
+from nanonorm.distill import Distilled, share
+from nanonorm.ranks import Ranks, local
+from nanonorm.shard import Sharded
+
+CPU, STEPS = torch.device("cpu"), 20
+KNOBS = dict(
+    max_iters=STEPS, warmup_iters=2, gate_start=6, gate_end=14, batch_size=2, block_size=16, n_layer=2,
+    gradient_accumulation_steps=4, learning_rate=2e-3, weight_decay=0.1, grad_clip=0.5,
+)  # fmt: skip
+GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True, "tie_embeddings": False}
+CASES = {name: (knobs, None) for name, knobs in VARIANTS.items()}  # name -> (knobs, adapters)
+CASES |= {
+    "gpt2": ({"norm": "layernorm", "taper": "all", "aux_weight": 0.1, "dropout": 0.1, **GPT2}, None),
+    "checkpointed": ({"taper": "all", "sink_multiple": 1.5, "grad_checkpoint": True}, None),
+    "regional": ({"taper": "all", "aux_weight": 0.1, "compile": "regional"}, None),
+    "teacher": ({"norm": "coupled", "teacher": "x", "ce_weight": 0.2}, None),
+    "lora": ({"norm": "coupled", "coupled_floor": True, "teacher": "x", "adapter": "lora"}, "lora"),
+    "dora": ({"norm": "rmsnorm", "taper": "internal", "teacher": "x", "adapter": "dora"}, "dora"),
+    "dora-untied": ({"teacher": "x", "adapter": "dora", "tie_embeddings": False}, "dora"),
+}
+LARGE = {"n_layer": 4, "n_embd": 128, "vocab_size": 1000, "taper": "internal"}
+
+
+def settings(knobs: dict) -> Config:
+    return Config(**{**KNOBS, **knobs}).resolve()
+
+
+def networks(cfg: Config, adapter: str | None, dtype) -> tuple:
+    """(the model that trains, the module that is called), of random weights, the same in every process."""
+    shape = {"vocab_size": 61, "n_head": 4, "n_embd": 24} | {
+        name: getattr(cfg, name) for name in ("vocab_size", "n_embd") if name in LARGE and cfg.vocab_size
+    }
+    config = cfg.model_config(61)
+    config = type(config)(**{**vars(config), **shape, "n_kv_head": 4, "head_dim": None, "hidden": None})
+    model = randomize(Transformer(config), std=0.1).to(dtype)
+    model.end_token = 7
+    if cfg.teacher is None:
+        return model, model
+    plain = type(config)(**vars(config) | {"norm": "rmsnorm", "taper": "none", "coupled_floor": False})
+    teacher = randomize(Transformer(plain), std=0.1).to(dtype)
+    if adapter is not None:
+        of_teacher = teacher.state_dict()
+        model.load_state_dict({n: of_teacher.get(n, t) for n, t in model.state_dict().items()})
+        share(model, teacher, "")
+        torch.manual_seed(0)
+        put_on(model, adapter, 3, 6.0)
+        for name, p in model.named_parameters():
+            if ".lora_B" in name:  # peft has it begin at 0
+                p.data.copy_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        take_norms(model)
+    return model, Distilled(model, teacher, {"path": "x", "sha256": "0"}, cfg.ce_weight, cfg.kl_weight)
+
+
+def begun(case: str, ranks: Ranks, shard: bool, dtype=torch.float64, **more) -> train.Step:
+    """A run's Step. Of a sharded one every rank but the first has other weights, which must not matter."""
+    knobs, adapter = CASES[case]
+    cfg = settings({**knobs, "shard": shard, **more})
+    model, module = networks(cfg, adapter, dtype)
+    if shard:
+        if not ranks.main:
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.fill_(torch.nan)
+        Sharded(module, Block, CPU, dtype, ranks)
+    return train.Step(model, cfg, CPU, dtype, ranks, module.train())
+
+
+def losses(step: train.Step) -> list[list[float]]:
+    """Of each step: the sums of the losses over all micro-batches, and the gradients' total norm."""
+    tokens = torch.randint(61, (3000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
+    found = []
+    for k in range(STEPS):
+        indices = [step.ranks.index(micro) for micro in range(step.micro_steps)]
+        step.at(k)
+        _, norms = step(*train_batch(tokens, step.cfg, k, indices, CPU))
+        step.ranks.sum(step.totals)
+        found.append([*step.totals.tolist(), torch.linalg.vector_norm(norms).item()])
+        step.totals.zero_()
+    assert step.first_bad() is None
+    return found
+
+
+def held() -> int:
+    """Bytes of all tensors in this process."""
+    with_grads = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    with_grads += [t.grad for t in with_grads if t.is_leaf and t.grad is not None]
+    storages = [local(t.detach()).untyped_storage() for t in with_grads if not t.is_meta]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+
+def bytes_of(step: train.Step) -> dict:
+    """What a training in float32 holds between backward and optimizer, per rank, and the most at start-up."""
+    found = []
+    step.optimizer.register_step_pre_hook(lambda *_: found.append(held()))
+    losses(step)
+    return {"held": max(found), "parameters": sum(p.numel() for p in step.model.parameters())}
+
+
+def main(path: str, *cases: str):
+    ranks = Ranks()
+    ranks.start(CPU, "gloo", alone=True)
+    found = {}
+    for case in cases:
+        torch._dynamo.reset()
+        if case == "bytes":
+            CASES[case] = LARGE, None
+            found[case] = bytes_of(begun(case, ranks, True, torch.float32))
+            gc.collect()
+        else:
+            found[case] = losses(begun(case, ranks, True))
+    Path(f"{path}.{ranks.rank}").write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
