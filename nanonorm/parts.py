@@ -9,6 +9,7 @@ is another. Read by as many ranks as there are, or joined for one process.
 """
 
 import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -145,7 +146,8 @@ def join(file: dict, path: Path, values: bool = True):
         place = "cpu" if values else "meta"
         tensors = {n: torch.empty(m.size, dtype=m.properties.dtype, device=place) for n, m in found.items()}
         if values:
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
         prefixes = dict(sections(file))
         for name, t in tensors.items():
             part, *at = name.split(".", 2 if name.startswith("optimizer.") else 1)

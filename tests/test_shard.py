@@ -2,14 +2,30 @@
 of ranks. On gloo and CPUs: nothing here says how fast nccl is, or whether it overlaps a GPU's work."""
 
 import json
+import shutil
 
 import pytest
 import sharded
-from running import ROOT, launch
+import torch
+import torch.distributed as dist
+from running import ROOT, final, flags, launch, metrics, refused, train
 
+from nanonorm.files import read_file
 from nanonorm.ranks import Ranks
 
 FEW = ("layernorm-internal-aux", "coupled")
+RUN = dict(
+    max_iters=20, gate_start=6, gate_end=14, ckpt_interval=8, log_interval=1, eval_interval=10, taper="all",
+    gradient_accumulation_steps=4, dtype="float64", learning_rate=1e-3,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A run that is refused leaves its group of one process behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def spread(tmp_path, ranks: int, *cases: str) -> list[dict]:
@@ -42,3 +58,139 @@ def test_two_ranks_are_one(tmp_path):
 def test_ranks_are_one_for_every_variant(ranks, tmp_path):
     pytest.importorskip("peft")
     assert_equal(spread(tmp_path, ranks, *sharded.CASES)[0], sharded.CASES)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_holds_its_share(ranks, tmp_path):
+    """Of weights, gradients and averages, 16 bytes a parameter in float32, when all of them are there."""
+    for found in (of_rank["bytes"] for of_rank in spread(tmp_path, ranks, "bytes")):
+        share = 16 * found["parameters"] / ranks
+        print(f"{found['held']:,} bytes of {share:,.0f}")
+        assert found["held"] <= 1.1 * share
+
+
+# ---------------------------------------------------------------------------------------------------------
+# runs of train.py and their checkpoints
+
+
+def assert_same_log(a, b, tolerance=1e-10):
+    """But for what is of the first rank's last micro-batch."""
+    for one, other in zip(metrics(a), metrics(b), strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"s/mean", "logits/l2"}:
+            assert abs(one[name] - other[name]) <= tolerance * max(1, abs(one[name])), (name, one["iter"])
+
+
+@pytest.fixture(scope="module")
+def plain(corpus, tmp_path_factory, one_thread):
+    """An unsharded run, and beside it a sharded one of one process."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(*flags(folder / "run", corpus, **RUN))
+    train(*flags(folder / "alone", corpus, **RUN, shard=True))
+    return folder / "run"
+
+
+def cut(run, to):
+    """A copy of a run as it was when it wrote the checkpoint of its step 16."""
+    shutil.copytree(run, to)
+    (to / "ckpt.prev.pt").replace(to / "ckpt.pt")
+    assert final(to)["progress"]["iter"] == 16
+    return to
+
+
+def run_on(ranks: int, *argv, fault=None) -> tuple[int, str]:
+    process = launch(*argv, ranks=ranks, fault=fault, stdout=-1, stderr=-2)
+    said = process.communicate(timeout=600)[0]
+    return process.returncode, said
+
+
+def test_a_checkpoint_in_parts_is_the_same_checkpoint(plain, capsys):
+    alone = plain.parent / "alone"
+    assert_same_log(plain, alone, 1e-12)
+    small, joined = final(alone), read_file(alone / "ckpt.pt")
+    assert all(t.dim() < 2 for t in small["state"].values()) and "parts" in small
+    assert {path.name for path in alone.glob("*.parts")} == {
+        final_of["parts"]["folder"] for final_of in (small, torch.load(alone / "ckpt.prev.pt"))
+    }
+    for file in (joined, whole := final(plain)):
+        file["state"] |= {
+            f"{i}.{k}": t for i, of in file["optimizer"]["state"].items() for k, t in of.items()
+        }
+    assert joined["state"].keys() == whole["state"].keys()
+    for name, tensor in whole["state"].items():
+        torch.testing.assert_close(joined["state"][name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    train(alone / "ckpt.pt", "--prompt=import ", "--max_new_tokens=5", program="sample.py")
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_one_process_goes_on_from_either(plain, shard, tmp_path):
+    run = cut(plain if shard else plain.parent / "alone", tmp_path / "again")
+    train("--init_from=resume", f"--out_dir={run}", f"--shard={shard}")
+    assert_same_log(plain, run)
+
+
+def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(plain.parent / "alone", run)
+    part = next((run / final(run)["parts"]["folder"]).iterdir())
+    content, argv = bytearray(part.read_bytes()), ("--init_from=resume", f"--out_dir={run}")
+    content[-5] ^= 1
+    part.write_bytes(content)
+    for shard in (True, False):
+        assert "fails its checksum; move" in refused(capsys, *argv, f"--shard={shard}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    part.write_bytes(content[:-9])
+    train(*argv)
+    assert "going on from step 16 of" in capsys.readouterr().err
+    assert_same_log(plain, run)
+
+
+@pytest.mark.parametrize("knobs", [{"compile": True}, {"cuda_graph": True}])
+def test_what_does_not_combine_is_refused(knobs, corpus, tmp_path, capsys):
+    said = refused(capsys, *flags(tmp_path / "run", corpus, shard=True, **knobs))
+    assert "shard=True gathers" in said or "cuda_graph=True needs a GPU" in said
+
+
+@pytest.mark.slow(minutes=3)
+@pytest.mark.parametrize("others", [(2, 4), (4, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on(others, plain, corpus, tmp_path):
+    first, then = others
+    run = plain.parent / "alone"
+    if first > 1:
+        run = tmp_path / "run"
+        status, said = run_on(first, *flags(run, corpus, **RUN, shard=True))
+        assert status == 0, said
+        assert_same_log(plain, run)
+    again = cut(run, tmp_path / "again")
+    status, said = run_on(then, "--init_from=resume", f"--out_dir={again}")
+    assert status == 0, said
+    assert_same_log(plain, again)
+
+
+@pytest.mark.slow(minutes=3)
+def test_ranks_shard_an_unsharded_run_and_the_other_way(plain, tmp_path):
+    again = cut(plain, tmp_path / "again")
+    status, said = run_on(2, "--init_from=resume", f"--out_dir={again}", "--shard=True")
+    assert status == 0, said
+    assert_same_log(plain, again)
+    whole = tmp_path / "whole"
+    shutil.copytree(again, whole)
+    (whole / "ckpt.prev.pt").replace(whole / "ckpt.pt")
+    train("--init_from=resume", f"--out_dir={whole}", "--shard=False")
+    assert_same_log(plain, whole)
+
+
+@pytest.mark.slow(minutes=5)
+@pytest.mark.parametrize(
+    "fault", [(1, "fsync", 2), (1, "fsync", 3), (0, "fsync", 7), (0, "replace", 6), (0, "write", 20)]
+)
+def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(fault, plain, corpus, tmp_path):
+    rank, at, n = fault
+    argv = flags(tmp_path / "run", corpus, **RUN, shard=True, init_from="auto")
+    status, said = run_on(2, *argv, fault={"at": at, "n": n, "do": "kill", "rank": rank})
+    assert status != 0 and "SIGKILL" in said.upper(), said
+    status, said = run_on(2, *argv)
+    assert status == 0, said
+    assert_same_log(plain, tmp_path / "run")
+    assert len(list((tmp_path / "run").glob("*.parts"))) == 2
