@@ -1,0 +1,240 @@
+"""How much memory of a card a run takes, before there is one: counted on tensors without values.
+
+    python scripts/plan.py config/distill_qwen_8b.py --ranks=2 --shard=True
+    python scripts/plan.py config/gpt2.py:xl_fakeln --memory=48
+
+Config files and flags are train.py's. Weights are read for their shapes alone; those that are named in SHAPES
+need not be there. Prints bytes by card: what stays (weights, averages), what a step adds at its peak, and
+whether all of it fits.
+
+Counted: every tensor that a run keeps, what autograd keeps of a micro-batch, the largest pieces of logits and
+of gathered weights. Not counted: CUDA and its libraries, the allocator's gaps, and what an operator uses for
+itself; LEFT is for those. No GPU was at hand: these are counts, not measurements.
+"""
+
+import json
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from begin import begun_from, untapered
+from config import Config
+from data import corpus_folder
+from forms import config_of, skeleton
+from model import ModelConfig, Transformer
+from nanonorm.adapters import learning, put_on
+from nanonorm.cli import finish, parse
+from nanonorm.distill import LOGITS_AT_ONCE, Distilled, share
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.families import FAMILIES, architecture_of, to_ours
+from nanonorm.files import read_file
+from nanonorm.hub import find, is_pretrained, read_config
+from nanonorm.kernels import turned_off
+from nanonorm.run import model_file
+from nanonorm.typed import Count, Positive
+
+LEFT = 0.1  # of a card
+_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm"}
+_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192}
+_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True}
+_qwen_8b = _qwen | {"hidden": 12_288, "tie_embeddings": False}
+_smollm2 = _llama | {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536}
+SHAPES = {  # weights -> layers, width, heads and the rest
+    "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
+    "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
+    "meta-llama/Llama-3.2-1B-Instruct": (16, 2048, 32, _llama),
+    "meta-llama/Llama-3.2-3B-Instruct": (28, 3072, 24, _llama),
+    "HuggingFaceTB/SmolLM2-135M": (30, 576, 9, _smollm2),
+    "Qwen/Qwen3-0.6B": (28, 1024, 16, _qwen | {"hidden": 3072}),
+    "Qwen/Qwen3-1.7B": (28, 2048, 16, _qwen | {"hidden": 6144}),
+    "Qwen/Qwen3-8B": (36, 4096, 32, _qwen_8b),
+}  # fmt: skip
+COUPLED = {  # what scripts/couple.py makes of them -> (them, blocks kept)
+    "out/llama_1b_coupled": ("meta-llama/Llama-3.2-1B-Instruct", 4),
+    "out/llama_3b_coupled": ("meta-llama/Llama-3.2-3B-Instruct", 4),
+    "out/smollm2/start": ("HuggingFaceTB/SmolLM2-135M", 0),
+    "out/qwen_0_6b_coupled": ("Qwen/Qwen3-0.6B", 1), "out/qwen_1_7b_coupled": ("Qwen/Qwen3-1.7B", 1),
+    "out/qwen_8b_coupled": ("Qwen/Qwen3-8B", 1),
+}  # fmt: skip
+
+
+@dataclass
+class Plan(Config):
+    """A training run, and the cards it is to run on."""
+
+    ranks: Count = 1  # cards, all of one size
+    memory: Positive = 80.0  # of one, GB (1e9 bytes)
+
+
+class Part(NamedTuple):
+    """Of a card's memory: what, bytes, and how many numbers that is over all cards (0: not counted so)."""
+
+    name: str
+    bytes: int
+    numbers: int = 0
+
+
+def shape_of(name: str) -> ModelConfig | None:
+    """The architecture of weights in SHAPES, or that couple.py makes of some."""
+    of, kept = COUPLED.get(name, (name, None))
+    if of not in SHAPES:
+        return None
+    n_layer, n_embd, n_head, rest = SHAPES[of]
+    norm = {} if kept is None else {"norm": "coupled", "coupled_from_layer": kept}
+    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head, block_size=1024, **rest | norm)
+
+
+def hollow_file(name: str) -> dict:
+    """The file of some weights, without values. Raises: BadInput, ModelError."""
+    config = shape_of(name)
+    if config is None:
+        path = find(name, weights=False)
+        if is_pretrained(path) and path.is_dir():
+            keys = read_config(path)
+            config = ModelConfig(**to_ours(keys, FAMILIES[architecture_of(keys, path)], path))
+        else:
+            path = model_file(path)
+            config = config_of(read_file(path), path)
+    return {"config": asdict(config), "state": skeleton(config, name, trains=True).state_dict(), "meta": {}}
+
+
+def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, torch.nn.Module]:
+    """(settings, the network that trains, the module that is called) of a run, on the meta device, in the
+    types that begin.make_trained gives them."""
+    teacher = None
+    if asked.init_from in ("scratch", "resume", "auto"):
+        folder = corpus_folder(asked.dataset) / "meta.json"
+        corpus = json.loads(folder.read_text()) if folder.exists() else {}
+        cfg = asked.resolve()
+        model = skeleton(cfg.model_config(corpus.get("vocab_size")), "this run", trains=True)
+    else:
+        file = hollow_file(asked.init_from)
+        cfg = asked.started_from(file, explicit, asked.init_from).resolve()
+        model = begun_from(file, cfg.model_config(), asked.init_from)
+    dtype = number_type(cfg)
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = wide if cfg.adapter == "none" else dtype
+    if cfg.teacher is not None:
+        teacher = untapered(hollow_file(cfg.teacher), cfg.teacher, cfg.block_size)
+        if cfg.adapter != "none":
+            share(model, teacher, f"start it from {cfg.teacher}")
+    for network in (model, teacher) if teacher is not None else (model,):
+        network._apply(lambda t: t.to(narrow if t.dim() >= 2 else wide))
+    if cfg.adapter != "none":
+        put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
+    return cfg, model, model if teacher is None else Distilled(model, teacher, {})
+
+
+def number_type(cfg: Config) -> torch.dtype:
+    """The type that a GPU would compute in."""
+    return torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+
+
+def share_of(p: torch.Tensor, cfg: Plan) -> int:
+    """Bytes of a parameter on one card: in a sharded run a matrix's rows, rounded up."""
+    rows = math.ceil(len(p) / cfg.ranks) if cfg.shard and p.dim() >= 2 else None
+    return p.nbytes if rows is None else rows * p[0].nbytes
+
+
+def total(name: str, parameters, cfg: Plan, factor: int = 1) -> Part:
+    parameters = list(parameters)
+    numbers = sum(p.numel() for p in parameters)
+    return Part(name, factor * sum(share_of(p, cfg) for p in parameters), factor * numbers)
+
+
+def kept_for_backward(cfg: Plan, config: ModelConfig) -> tuple[int, int]:
+    """Bytes that autograd keeps of a micro-batch's stream, (of one block, of all), without checkpointing."""
+    dtype = number_type(cfg)
+    parameters, sizes, blocks = set(), {}, []
+
+    def keep(t):
+        key = t.untyped_storage()._cdata
+        if key not in parameters:
+            sizes[key] = t.untyped_storage().nbytes()
+        return t
+
+    autocast = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
+    with FakeTensorMode(), turned_off():
+        model = Transformer(config).train()
+        if cfg.adapter != "none":
+            put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
+            model.tok_emb.weight.requires_grad_(False)
+        parameters |= {p.untyped_storage()._cdata for p in model.parameters()}
+        ids = torch.zeros(cfg.batch_size, config.block_size, dtype=torch.long)
+        model.blocks[0].register_forward_pre_hook(lambda *_: blocks.append(sum(sizes.values())))
+        model.blocks[0].register_forward_hook(lambda *_: blocks.append(sum(sizes.values())))
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = model.stream(ids)
+    assert out.shape == (cfg.batch_size, config.block_size, config.n_embd)
+    return blocks[1] - blocks[0], sum(sizes.values())
+
+
+def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
+    """What one card holds."""
+    config, learns = model.config, list(learning(model).values())
+    taught = [] if module is model else list(module.teacher.parameters())
+    of_teacher, learned = {id(p) for p in taught}, {id(p) for p in learns}
+    own = [p for p in model.parameters() if id(p) not in of_teacher | learned]
+    weights = "weights" if cfg.adapter == "none" else "adapters"
+    parts = [total(weights, learns, cfg), total("gradients", learns, cfg)]
+    parts += [total("AdamW's averages", learns, cfg, 2)]
+    if own:
+        parts.append(total("frozen, its own", own, cfg))
+    if taught:
+        parts.append(total("teacher" if cfg.adapter == "none" else "teacher, the student's base", taught, cfg))
+    narrow = number_type(cfg).itemsize
+    if cfg.shard:
+        block = sum(p.numel() for p in model.blocks[-1].parameters() if p.dim() >= 2)
+        networks = [model] if module is model else [model, module.teacher]
+        inside = {id(p) for network in networks for p in network.blocks.parameters()}
+        outside = [p for p in {*model.parameters(), *taught} if p.dim() >= 2 and id(p) not in inside]
+        tables, learned_tables = (sum(p.numel() for p in of) for of in (outside, set(outside) & set(learns)))
+        of_block = sum(p.numel() for p in learning(model.blocks[-1]).values() if p.requires_grad)
+        # two blocks, the next one being fetched, the gradient of one in float32; the tables and theirs
+        parts.append(Part("gathered", narrow * (2 * block + tables) + 4 * (of_block + learned_tables)))
+    of_block, of_all = kept_for_backward(cfg, config)
+    stream = cfg.batch_size * config.block_size * config.n_embd * 4
+    activations = config.n_layer * stream + of_block if cfg.grad_checkpoint else of_all
+    parts.append(Part("activations", activations))
+    tokens, V = cfg.batch_size * config.block_size, config.vocab_size
+    pieces = 3 if taught else 2  # logits and their gradient, and the teacher's
+    head = model.head()[0]
+    in_float32 = 4 * head.numel() if taught and head.requires_grad else 0
+    parts.append(Part("logits", pieces * 4 * min(tokens * V, max(V, LOGITS_AT_ONCE)) + in_float32))
+    manifest = corpus_folder(cfg.dataset) / "meta.json"
+    if manifest.exists():
+        of = json.loads(manifest.read_text())
+        size = (of["train_tokens"] + of["val_tokens"]) * int(of.get("dtype", "<u2")[-1])
+        held = sum(part.bytes for part in parts)
+        free = cfg.memory * 1e9 * (1 - LEFT) - held
+        parts.append(Part("corpus" if size <= free else "corpus (on the host)", size if size <= free else 0))
+    return parts
+
+
+def main():
+    asked, explicit, _ = parse(Plan, sys.argv[1:], files=True, usage=__doc__)
+    if asked.ranks > 1 and asked.gradient_accumulation_steps % asked.ranks:
+        steps = f"gradient_accumulation_steps={asked.gradient_accumulation_steps}"
+        raise BadInput(f"{steps} must be a multiple of the {asked.ranks} ranks")
+    cfg, model, module = trained(asked, explicit)
+    parts = parts_of(cfg, model, module)
+    size, room = sum(part.bytes for part in parts), cfg.memory * 1e9 * (1 - LEFT)
+    how = "sharded" if cfg.shard else "each with all of it"
+    how = f"{cfg.ranks} cards, {how}" if cfg.ranks > 1 else "1 card"
+    print(f"{how}; {cfg.batch_size} x {model.config.block_size} tokens a micro-batch; GB of one card")
+    for part in parts:
+        numbers = f"   of {part.numbers / 1e6:,.1f} M numbers in all" if part.numbers else ""
+        print(f"{part.name:28} {part.bytes / 1e9:8.2f}{numbers}")
+    fits = "fits in" if size <= room else "does not fit in"
+    print(f"{'together':28} {size / 1e9:8.2f}   {fits} {room / 1e9:g} of {cfg.memory:g} GB")
+    finish({"parts": {part.name: part.bytes for part in parts}, "bytes": size, "fits": size <= room})
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
