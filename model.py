@@ -851,7 +851,7 @@ class Transformer(Tracked, nn.Module):
         """The output head, whose tied table is never centred, of the final norm's output. -> (B, T, V)"""
         return F.linear(y, self.tok_emb.weight) if self.lm_head is None else self.lm_head(y)
 
-    @fast(kernels.cross_entropy, training=False)
+    @fast(kernels.cross_entropy, training=False, anywhere=True)
     def cross_entropy(self, y, targets):
         """Mean cross-entropy over the targets that count, 0 if none does, in float32 or better. 0-dim
 

@@ -114,7 +114,10 @@ class Step:
             # a warning that broadcast_buffers has another name; from the second phase on weights are equal
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 self.forward = DistributedDataParallel(
-                    self.compiled, broadcast_buffers=False, init_sync=not wrapped
+                    self.compiled,
+                    broadcast_buffers=False,
+                    init_sync=not wrapped,
+                    gradient_as_bucket_view=True,
                 )
         self.graph = machine.Replayed(self.update) if self.cfg.cuda_graph else None
 
@@ -181,6 +184,10 @@ class Step:
         take_norms(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return losses.stream, norms
+
+    def to_come(self) -> int:
+        """Bytes on this rank's device of the gradients and averages that the first step makes."""
+        return 3 * sum(local(p).nbytes for p in self.learns.values())
 
     def resume(self, start: Beginning):
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""
@@ -321,7 +328,7 @@ def main(held: ExitStack):
 
         sharded = Sharded(module, Block, device, dtype, ranks)
     step = Step(model, cfg, device, dtype, ranks, module.train())
-    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens)
+    train_tokens, val_tokens = on_device(device, train_tokens, val_tokens, to_come=step.to_come())
     if start.source is not None:
         step.resume(start)
     start.file = progress.totals = None  # frees the copies

@@ -10,10 +10,14 @@ follows. Memory holds one batch of a stream at a time, and the sample that a tok
 import hashlib
 import heapq
 import itertools
+import json
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -338,8 +342,8 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
     tokenizer = folder / manifest.tokenizer
     if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:
         raise BadInput(f"{tokenizer} is not the tokenizer that meta.json names; prepare {folder} again")
-    meta["train_sha256"] = hashlib.sha256(train).hexdigest()
-    meta["val_sha256"] = hashlib.sha256(val).hexdigest()
+    for split in ("train", "val"):
+        meta[f"{split}_sha256"] = token_sums(folder / f"{split}.bin", manifest.dtype)[0]
     return meta, train, val
 
 
@@ -391,6 +395,36 @@ def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Pat
         raise BadInput(f"{folder} is not in the tokens of {weights}; {remedy}")
 
 
+KEPT_FROM = 1 << 26  # bytes of a token file, from which on its sums are kept: a tenth of a second of work
+
+
+def token_sums(path: Path, dtype: str) -> tuple[str, int]:
+    """(sha256, largest id) of a token file. Of a large one they are kept in sums.json beside it, by its size
+    and time: neither a run's other ranks nor its next start read it whole. Raises: OSError, ValueError."""
+    now = path.stat()
+    return summed(path, (now.st_size, now.st_mtime_ns, dtype))
+
+
+@lru_cache(maxsize=8)
+def summed(path: Path, mark: tuple[int, int, str]) -> tuple[str, int]:
+    """token_sums of a file of this size, time and type."""
+    kept, known = path.with_name("sums.json"), {}
+    with suppress(OSError, ValueError):
+        known = json_object(kept.read_bytes())
+    match known.get(path.name):
+        case {"of": of, "sha256": str(sha256), "largest": int(largest)} if of == list(mark):
+            return sha256, largest
+    tokens = np.memmap(path, dtype=mark[2], mode="r")
+    sha256, largest = hashlib.sha256(tokens).hexdigest(), int(tokens.max())
+    if mark[0] >= KEPT_FROM:
+        known[path.name] = {"of": mark, "sha256": sha256, "largest": largest}
+        tmp = path.with_name(f"sums.json.{os.getpid()}.tmp")  # other ranks may write the same
+        with suppress(OSError):  # in a folder that cannot be written nothing is kept
+            tmp.write_text(json.dumps(known))
+            tmp.replace(kept)
+    return sha256, largest
+
+
 def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int, dtype: str) -> np.ndarray:
     """The (n_tokens,) ids of a token file of "<u2" or "<u4", memory-mapped as signed integers of that size.
 
@@ -403,7 +437,7 @@ def open_split(path: Path, n_tokens: int, block_size: int, vocab_size: int, dtyp
     if n_tokens <= block_size:
         raise BadInput(f"{path} has {n_tokens} tokens, too few for one window of block_size={block_size}")
     tokens = np.memmap(path, dtype=dtype, mode="c")
-    top = int(tokens.max())
+    top = token_sums(path, dtype)[1]
     if top >= vocab_size:
         raise BadInput(f"{path} holds token id {top}, beyond the vocabulary of {vocab_size}; {again}")
     return tokens.view(dtype.replace("u", "i"))  # torch lacks most of what it needs for unsigned ones

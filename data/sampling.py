@@ -60,10 +60,14 @@ def few_windows(tokens, config):
     return windows(tokens, np.arange(count) * T, T, "cpu")
 
 
-def on_device(device, *splits: np.ndarray) -> list[torch.Tensor]:
-    """The splits as tensors: on a GPU if they take under a quarter of what is free, else memory-mapped."""
+SHARE = 0.25  # of a GPU's free memory, which a corpus may take; the rest is for activations
+
+
+def on_device(device, *splits: np.ndarray, to_come: int = 0) -> list[torch.Tensor]:
+    """The splits as tensors: on a GPU if they take at most SHARE of what is free once `to_come` bytes more are
+    taken, else memory-mapped. To be called when the model and its optimizer are there."""
     tensors = [torch.from_numpy(split) for split in splits]
-    n_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    if device.type == "cuda" and n_bytes < 0.25 * torch.cuda.mem_get_info(device)[0]:
+    n_bytes = sum(t.nbytes for t in tensors)
+    if device.type == "cuda" and n_bytes <= SHARE * (torch.cuda.mem_get_info(device)[0] - to_come):
         return [t.to(device) for t in tensors]
     return tensors

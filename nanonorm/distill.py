@@ -4,7 +4,6 @@ Shapes: B batch, T time, N = B T tokens, D width, V vocabulary.
 """
 
 import hashlib
-import math
 from typing import NamedTuple
 
 import torch
@@ -13,10 +12,7 @@ import torch.nn.functional as F
 
 from nanonorm.adapters import ADAPTER, adapted, merge
 from nanonorm.errors import BadInput
-from nanonorm.kernels import NOT_COUNTED, is_watched, upcast
-
-LOGITS_AT_ONCE = 1 << 25  # of a network, held at a time: 128 MiB in float32
-
+from nanonorm.kernels import NOT_COUNTED, in_pieces, is_watched, upcast
 
 # ---------------------------------------------------------------------------------------------------------
 # the loss
@@ -29,7 +25,7 @@ def distill_loss(y, head, taught, teacher_head, targets, ce_weight: float, kl_we
     y, taught: what the output heads of student and teacher read, (B, T, D) each, of which D may differ; head,
     teacher_head: (weight (V, D), bias (V) or None), which may be one; targets: (B, T), of which NOT_COUNTED
     does not count; of none that counts all is 0. The temperature is 1. Of the (N, V) logits no more than
-    LOGITS_AT_ONCE are ever held, nor their gradient.
+    kernels.LOGITS_AT_ONCE are ever held, nor their gradient.
     """
     teacher_head = (None if t is None else t.detach() for t in teacher_head)
     wants = torch.is_grad_enabled()
@@ -47,65 +43,6 @@ def whole_distill_loss(logits, taught, targets, ce_weight: float, kl_weight: flo
     ce = F.nll_loss(student, targets, reduction="sum", ignore_index=NOT_COUNTED) / n
     kl = (teacher.exp() * (teacher - student)).sum(-1).where(counts, 0).sum() / n
     return ce_weight * ce + kl_weight * kl, ce.detach(), kl.detach()
-
-
-@torch.compiler.disable  # the pieces would be unrolled into one graph
-def in_pieces(*args):
-    return Distillation.apply(*args)
-
-
-def log_probabilities(y, weight, bias):
-    """log softmax(W y + b). (n, D) -> (n, V), float32 or better."""
-    logits = upcast(F.linear(y, weight, bias))
-    return logits.sub_(logits.logsumexp(-1, keepdim=True))
-
-
-class Distillation(torch.autograd.Function):
-    """Each piece's gradient is computed beside its loss, so that its logits need not be made twice."""
-
-    @staticmethod
-    def forward(ctx, y, weight, bias, taught, teacher_weight, teacher_bias, targets, weights, wants):
-        (ce_weight, kl_weight), wanted = weights, ctx.needs_input_grad[:3]
-        counts = (targets != NOT_COUNTED).unsqueeze(1)  # (N, 1)
-        n = counts.sum().clamp_min(1)
-        targets = targets.unsqueeze(1).where(counts, 0)
-        divisors = torch.where(counts, n, math.inf)  # of a token's gradient
-        wide, sums = torch.promote_types(y.dtype, torch.float32), []
-        grads = [
-            torch.zeros_like(t, dtype=wide) if wants and asked else None
-            for t, asked in zip((y, weight, bias), wanted, strict=True)
-        ]
-        of_y, of_weight, of_bias = grads
-        rows = max(1, LOGITS_AT_ONCE // len(weight))
-        for at in (slice(i, i + rows) for i in range(0, len(y), rows)):
-            student = log_probabilities(y[at], weight, bias)
-            teacher = log_probabilities(taught[at], teacher_weight, teacher_bias)
-            right, counted, p = targets[at], counts[at], teacher.exp()
-            ce = student.gather(1, right).neg()
-            kl = teacher.sub_(student).mul_(p).sum(1, keepdim=True)
-            sums.append(torch.stack([of_token.where(counted, 0).sum() for of_token in (ce, kl)]))
-            if not wants:
-                continue
-            of_logits = student.exp_().mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
-            of_logits.scatter_add_(1, right, torch.full_like(right, -ce_weight, dtype=of_logits.dtype))
-            of_logits /= divisors[at]
-            if of_y is not None:
-                of_y[at] = of_logits.to(weight.dtype) @ weight
-            if of_weight is not None:
-                of_weight.addmm_(of_logits.t(), upcast(y[at]))
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-        ctx.save_for_backward(*grads)
-        ctx.types = [None if t is None else t.dtype for t in (y, weight, bias)]
-        ce, kl = (t.clone() for t in torch.stack(sums).sum(0) / n)
-        ctx.mark_non_differentiable(ce, kl)
-        return ce_weight * ce + kl_weight * kl, ce, kl
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, *_):
-        kept = zip(ctx.saved_tensors, ctx.types, strict=True)
-        return *(None if t is None else (t * grad).to(dtype) for t, dtype in kept), *[None] * 6
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Fast paths on a CPU, each named after the plain code in model.py that it equals to rounding.
+"""Fast paths, mostly on a CPU, each named after the plain code in model.py that it equals to rounding.
 
 Where model.py says `@fast(kernel)`, the kernel runs in place of the plain function wherever `applies` says
 so, and this is the only place that says so. `with turned_off():` does without. results/NOTES.md has what
 each saves. Shapes: B batch, T time, D width, H query heads, K key/value heads, C head size, F SwiGLU width.
 """
 
+import math
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -30,11 +31,11 @@ def turned_off(*names: str):
         OFF.difference_update(off)
 
 
-def fast(kernel, training=True, eager=True):
+def fast(kernel, training=True, eager=True, anywhere=False):
     """Decorate a function: where `applies`, `kernel` runs in its place, called with the same arguments. A
     kernel that cannot serve them returns NotImplemented, and then the plain function runs after all.
 
-    training, eager: the kernel is for that alone.
+    training, eager: the kernel is for that alone; anywhere: not for CPUs alone.
     """
     name = kernel.__name__
     KERNELS.add(name)
@@ -42,7 +43,7 @@ def fast(kernel, training=True, eager=True):
     def decorate(formula):
         @wraps(formula)
         def either(*args):
-            if name not in OFF and applies(args, training, eager):
+            if name not in OFF and applies(args, training, eager, anywhere):
                 found = kernel(*args)
                 if found is not NotImplemented:
                     return found
@@ -53,14 +54,14 @@ def fast(kernel, training=True, eager=True):
     return decorate
 
 
-def applies(args, training: bool, eager: bool) -> bool:
+def applies(args, training: bool, eager: bool, anywhere: bool) -> bool:
     """Whether a fast path may serve a call. args: perhaps the module whose method it is, then a tensor."""
     owner = args[0]
     if training and not (owner.training and torch.is_grad_enabled()):
         return False
     x = owner if isinstance(owner, torch.Tensor) else args[1]
-    if not x.is_cpu:
-        return False
+    if not x.is_cpu:  # there the compiler's work may be cut, but not torch.func's
+        return anywhere and not torch._C._are_functorch_transforms_active()
     # a compiler fuses better; torch.func cannot see into an autograd.Function
     return not eager or not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
@@ -246,11 +247,21 @@ def attention(q, k, v, mask=None, dropout: float = 0.0):
 # the loss
 
 
+LOGITS_AT_ONCE = 1 << 25  # of a network, held at a time in pieces: 128 MiB in float32
+WHOLE_LOGITS = 1 << 29  # up to which they are held whole on a GPU: 2 GiB
+
+
 def cross_entropy(model, y, targets):
-    """Transformer.cross_entropy in chunks."""
+    """Transformer.cross_entropy in chunks; elsewhere than on a CPU where the logits would be large."""
     if model.lm_head is not None and (type(model.lm_head) is not nn.Linear or is_watched(model.lm_head)):
         return NotImplemented
-    return chunked_cross_entropy(y, *model.head(), targets)
+    weight, bias = model.head()
+    if y.is_cpu:
+        return chunked_cross_entropy(y, weight, bias, targets)
+    if targets.numel() * len(weight) <= WHOLE_LOGITS:
+        return NotImplemented
+    of_none = (None, None, None, targets.flatten(), (1.0, 0.0), torch.is_grad_enabled())
+    return in_pieces(y.flatten(0, 1), weight, bias, *of_none)[0]
 
 
 def chunked_cross_entropy(y, weight, bias, targets):
@@ -278,3 +289,69 @@ def chunked_cross_entropy(y, weight, bias, targets):
     with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=autocast, cache_enabled=False):
         pieces = zip(y.split(512), targets.split(512), strict=True)
         return sum(once_more(*piece) for piece in pieces) / counted
+
+
+@torch.compiler.disable  # the pieces would be unrolled into one graph
+def in_pieces(*args):
+    return LossInPieces.apply(*args)
+
+
+def log_probabilities(y, weight, bias):
+    """log softmax(W y + b). (n, D) -> (n, V), float32 or better."""
+    logits = upcast(F.linear(y, weight, bias))
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+
+class LossInPieces(torch.autograd.Function):
+    """(ce_weight * cross-entropy + kl_weight * KL(teacher || student), cross-entropy, KL); without `taught`
+    the cross-entropy alone. Each piece's gradient is computed beside its loss, so that its logits need not be
+    made twice."""
+
+    @staticmethod
+    def forward(ctx, y, weight, bias, taught, teacher_weight, teacher_bias, targets, weights, wants):
+        (ce_weight, kl_weight), wanted = weights, ctx.needs_input_grad[:3]
+        counts = (targets != NOT_COUNTED).unsqueeze(1)  # (N, 1)
+        n = counts.sum().clamp_min(1)
+        targets = targets.unsqueeze(1).where(counts, 0)
+        divisors = torch.where(counts, n, math.inf)  # of a token's gradient
+        wide, sums = torch.promote_types(y.dtype, torch.float32), []
+        grads = [
+            torch.zeros_like(t, dtype=wide) if wants and asked else None
+            for t, asked in zip((y, weight, bias), wanted, strict=True)
+        ]
+        of_y, of_weight, of_bias = grads
+        rows = max(1, LOGITS_AT_ONCE // len(weight))
+        for at in (slice(i, i + rows) for i in range(0, len(y), rows)):
+            student = log_probabilities(y[at], weight, bias)
+            right, counted = targets[at], counts[at]
+            ce = student.gather(1, right).neg()
+            kl = torch.zeros_like(ce)
+            if taught is not None:
+                teacher = log_probabilities(taught[at], teacher_weight, teacher_bias)
+                p = teacher.exp()
+                kl = teacher.sub_(student).mul_(p).sum(1, keepdim=True)
+            sums.append(torch.stack([of_token.where(counted, 0).sum() for of_token in (ce, kl)]))
+            if not wants:
+                continue
+            of_logits = student.exp_().mul_(ce_weight + kl_weight)
+            if taught is not None:
+                of_logits.sub_(p, alpha=kl_weight)
+            of_logits.scatter_add_(1, right, torch.full_like(right, -ce_weight, dtype=of_logits.dtype))
+            of_logits /= divisors[at]
+            if of_y is not None:
+                of_y[at] = of_logits.to(weight.dtype) @ weight
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), upcast(y[at]))
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        ctx.save_for_backward(*grads)
+        ctx.types = [None if t is None else t.dtype for t in (y, weight, bias)]
+        ce, kl = (t.clone() for t in torch.stack(sums).sum(0) / n)
+        ctx.mark_non_differentiable(ce, kl)
+        return ce_weight * ce + kl_weight * kl, ce, kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, *_):
+        kept = zip(ctx.saved_tensors, ctx.types, strict=True)
+        return *(None if t is None else (t * grad).to(dtype) for t, dtype in kept), *[None] * 6

@@ -12,6 +12,7 @@ of gathered weights. Not counted: CUDA and its libraries, the allocator's gaps, 
 itself; LEFT is for those. No GPU was at hand: these are counts, not measurements.
 """
 
+import copy
 import json
 import math
 import sys
@@ -25,16 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from begin import begun_from, untapered
 from config import Config
 from data import corpus_folder
+from data.sampling import SHARE
 from forms import config_of, skeleton
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import learning, put_on
 from nanonorm.cli import finish, parse
-from nanonorm.distill import LOGITS_AT_ONCE, Distilled, share
+from nanonorm.distill import Distilled, share
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.families import FAMILIES, architecture_of, to_ours
 from nanonorm.files import read_file
 from nanonorm.hub import find, is_pretrained, read_config
-from nanonorm.kernels import turned_off
+from nanonorm.kernels import LOGITS_AT_ONCE, WHOLE_LOGITS, turned_off
 from nanonorm.run import model_file
 from nanonorm.typed import Count, Positive
 
@@ -126,7 +128,8 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
     for network in (model, teacher) if teacher is not None else (model,):
         network._apply(lambda t: t.to(narrow if t.dim() >= 2 else wide))
     if cfg.adapter != "none":
-        put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
+        with torch.device("meta"):
+            put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
     return cfg, model, model if teacher is None else Distilled(model, teacher, {})
 
 
@@ -147,31 +150,41 @@ def total(name: str, parameters, cfg: Plan, factor: int = 1) -> Part:
     return Part(name, factor * sum(share_of(p, cfg) for p in parameters), factor * numbers)
 
 
-def kept_for_backward(cfg: Plan, config: ModelConfig) -> tuple[int, int]:
+def fake(model: Transformer):
+    """Have a model's tensors be of a CPU, still without values. To be called under a FakeTensorMode."""
+    for part in model.modules():
+        for name, p in part.named_parameters(recurse=False):
+            empty = torch.empty(p.shape, dtype=p.dtype)
+            part.register_parameter(name, torch.nn.Parameter(empty, requires_grad=p.requires_grad))
+        for name, b in part.named_buffers(recurse=False):
+            part.register_buffer(name, torch.empty(b.shape, dtype=b.dtype))
+    model.rope = rope_tables(model.config, "cpu")
+    model.bind_gates()
+
+
+def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
     """Bytes that autograd keeps of a micro-batch's stream, (of one block, of all), without checkpointing."""
-    dtype = number_type(cfg)
-    parameters, sizes, blocks = set(), {}, []
+    config, dtype = model.config, number_type(cfg)
+    ours, sizes, seen = set(), {}, []
 
     def keep(t):
-        key = t.untyped_storage()._cdata
-        if key not in parameters:
-            sizes[key] = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        if storage._cdata not in ours:
+            sizes[storage._cdata] = storage.nbytes()
+            kept.append(t)  # else another may be given its place
         return t
 
     autocast = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
+    kept = []
+    model = copy.deepcopy(model).train()
     with FakeTensorMode(), turned_off():
-        model = Transformer(config).train()
-        if cfg.adapter != "none":
-            put_on(model, cfg.adapter, cfg.adapter_rank, cfg.adapter_alpha, cfg.adapter_targets)
-            model.tok_emb.weight.requires_grad_(False)
-        parameters |= {p.untyped_storage()._cdata for p in model.parameters()}
+        fake(model)
+        ours |= {p.untyped_storage()._cdata for p in model.parameters()}
         ids = torch.zeros(cfg.batch_size, config.block_size, dtype=torch.long)
-        model.blocks[0].register_forward_pre_hook(lambda *_: blocks.append(sum(sizes.values())))
-        model.blocks[0].register_forward_hook(lambda *_: blocks.append(sum(sizes.values())))
+        model.blocks[-1].register_forward_pre_hook(lambda *_: seen.append(sum(sizes.values())))
         with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            out = model.stream(ids)
-    assert out.shape == (cfg.batch_size, config.block_size, config.n_embd)
-    return blocks[1] - blocks[0], sum(sizes.values())
+            model.stream(ids)
+    return sum(sizes.values()) - seen[0], sum(sizes.values())
 
 
 def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
@@ -186,7 +199,9 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     if own:
         parts.append(total("frozen, its own", own, cfg))
     if taught:
-        parts.append(total("teacher" if cfg.adapter == "none" else "teacher, the student's base", taught, cfg))
+        parts.append(
+            total("teacher" if cfg.adapter == "none" else "teacher, the student's base", taught, cfg)
+        )
     narrow = number_type(cfg).itemsize
     if cfg.shard:
         block = sum(p.numel() for p in model.blocks[-1].parameters() if p.dim() >= 2)
@@ -197,22 +212,23 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
         of_block = sum(p.numel() for p in learning(model.blocks[-1]).values() if p.requires_grad)
         # two blocks, the next one being fetched, the gradient of one in float32; the tables and theirs
         parts.append(Part("gathered", narrow * (2 * block + tables) + 4 * (of_block + learned_tables)))
-    of_block, of_all = kept_for_backward(cfg, config)
+    of_block, of_all = kept_for_backward(cfg, model)
     stream = cfg.batch_size * config.block_size * config.n_embd * 4
     activations = config.n_layer * stream + of_block if cfg.grad_checkpoint else of_all
     parts.append(Part("activations", activations))
     tokens, V = cfg.batch_size * config.block_size, config.vocab_size
     pieces = 3 if taught else 2  # logits and their gradient, and the teacher's
     head = model.head()[0]
-    in_float32 = 4 * head.numel() if taught and head.requires_grad else 0
-    parts.append(Part("logits", pieces * 4 * min(tokens * V, max(V, LOGITS_AT_ONCE)) + in_float32))
+    whole = V * tokens <= (LOGITS_AT_ONCE if taught else WHOLE_LOGITS)
+    in_float32 = 4 * head.numel() if not whole and head.requires_grad else 0  # the head's gradient
+    parts.append(Part("logits", pieces * 4 * (V * tokens if whole else max(V, LOGITS_AT_ONCE)) + in_float32))
     manifest = corpus_folder(cfg.dataset) / "meta.json"
     if manifest.exists():
         of = json.loads(manifest.read_text())
         size = (of["train_tokens"] + of["val_tokens"]) * int(of.get("dtype", "<u2")[-1])
-        held = sum(part.bytes for part in parts)
-        free = cfg.memory * 1e9 * (1 - LEFT) - held
-        parts.append(Part("corpus" if size <= free else "corpus (on the host)", size if size <= free else 0))
+        steady = sum(part.bytes for part in parts if part.numbers)
+        there = size <= SHARE * (cfg.memory * 1e9 * (1 - LEFT) - steady)
+        parts.append(Part("corpus" if there else "corpus, on the host", size if there else 0))
     return parts
 
 

@@ -34,6 +34,7 @@ from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
 from nanonorm.split import other_split
 from nanonorm.typed import check, in_words
+from scripts.plan import shape_of
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
 HINTS = get_type_hints(Config, include_extras=True)
@@ -511,18 +512,6 @@ FILES = sorted(path.stem for path in (ROOT / "config").glob("[!_]*.py"))
 RUNS = [word for name in FILES for word in TABLES.get(name, [f"config/{name}.py"])]
 LIST = (ROOT / "config/README.md").read_text()
 ROW = r"^\| `([\w.:]+)` \|(?:[^|\n]*\|)?? ([\d,.]+) M \| ([\d,.]+) ([MG]) \| (.+) \|$"
-_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm"}
-_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192}
-_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True}
-OF_THE_HUB = {  # layers, width, heads and the rest of what is fine-tuned or distilled
-    "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
-    "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
-    "out/llama_1b_coupled": (16, 2048, 32, _llama), "out/llama_3b_coupled": (28, 3072, 24, _llama),
-    "out/smollm2/start": (30, 576, 9, _llama | {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536}),
-    "out/qwen_0_6b_coupled": (28, 1024, 16, _qwen | {"hidden": 3072}),
-    "out/qwen_1_7b_coupled": (28, 2048, 16, _qwen | {"hidden": 6144}),
-    "out/qwen_8b_coupled": (36, 4096, 32, _qwen | {"hidden": 12_288, "tie_embeddings": False}),
-}  # fmt: skip
 OF_A_RUN = {"out/gpt2_tiny": "config/gpt2_tiny.py", "out/llama_tiny_coupled": "config/llama_tiny.py"}
 VOCABULARY = {"stdlib": 2048, "tinystories_2k": 2048, "stories_books": 2048, "tinystories_gpt2": 50_257}
 
@@ -532,10 +521,8 @@ def network(word: str) -> ModelConfig:
     run = parse(Config, [str(ROOT / word)], files=True)[0]
     if run.init_from in OF_A_RUN:
         return network(OF_A_RUN[run.init_from])
-    if run.init_from in OF_THE_HUB:
-        n_layer, n_embd, n_head, rest = OF_THE_HUB[run.init_from]
-        shape = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "block_size": 1024}
-        return ModelConfig(**shape, **rest)
+    if (of_the_hub := shape_of(run.init_from)) is not None:
+        return of_the_hub
     run.taper = "none"
     return run.model_config(VOCABULARY.get(run.dataset))
 

@@ -22,7 +22,7 @@ from begin import untapered
 from config import Config
 from forms import fold, load_model, proved, unfuse
 from model import Transformer
-from nanonorm import adapters, distill
+from nanonorm import adapters, kernels
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.kernels import NOT_COUNTED
@@ -87,7 +87,7 @@ def plain_loss(y, head, taught, teacher_head, targets, ce_weight, kl_weight):
 def test_a_target_of_minus_100_does_not_count(rows, monkeypatch):
     """The loss and its gradient are those of the other tokens alone; of none they are 0."""
     y, head, taught, teacher_head, targets = random_heads(True)
-    monkeypatch.setattr(distill, "LOGITS_AT_ONCE", 31 * rows)
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
     counts = torch.tensor([[True, False, False, True, True], [False] * 4 + [True]])
     marked, leaves = targets.where(counts, -100), [y, *head]
     found = distill_loss(y, head, taught, teacher_head, marked, 0.3, 1.7)
@@ -115,7 +115,7 @@ def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
 def test_in_pieces_is_at_once(rows, weights, bias, monkeypatch):
     """Values and gradients, whatever the size of a piece; 3 does not divide the 10 tokens."""
     y, head, *rest = random_heads(bias)
-    monkeypatch.setattr(distill, "LOGITS_AT_ONCE", 31 * rows)
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
     leaves = [y, *(t for t in head if t is not None)]
     expected = plain_loss(y, head, *rest, *weights)
     wanted = torch.autograd.grad(3 * expected[0], leaves)

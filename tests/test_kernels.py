@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from conftest import batch, every_variant, one_line, scale_of_difference, state_of, tiny, tiny_config
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from config import Config
 from forms import fold
@@ -192,3 +194,51 @@ def test_a_folded_coupled_stream_stays_in_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         folded(batch()[0])
     assert streams == [torch.float32] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the loss elsewhere than on a CPU: what a GPU would do, done here
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_loss_in_pieces_is_the_loss(rows, bias, monkeypatch):
+    """Values and gradients of the cross-entropy without a teacher, some targets not counted."""
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 61 * rows)
+    rng = torch.Generator().manual_seed(0)
+    y, W, b = (
+        torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_() for s in ((24, 6), (61, 6), (61,))
+    )
+    leaves = [y, W, b] if bias else [y, W]
+    targets = torch.randint(61, (24,), generator=rng)
+    targets[::5] = NOT_COUNTED
+    plain = F.cross_entropy(F.linear(y, W, b if bias else None), targets, ignore_index=NOT_COUNTED)
+    ours, ce, kl = kernels.in_pieces(y, W, b if bias else None, None, None, None, targets, (1.0, 0.0), True)
+    torch.testing.assert_close(ours, plain, rtol=EXACT, atol=EXACT)
+    assert ce == ours and kl == 0
+    for got, wanted in zip(*(torch.autograd.grad(loss * 3, leaves) for loss in (ours, plain)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("whole", [0, 1 << 29])
+def test_large_logits_are_never_whole_elsewhere(whole, monkeypatch):
+    """On torch's meta device, forward and backward."""
+    monkeypatch.setattr(kernels, "WHOLE_LOGITS", whole)
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 8 * 61)
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **kwargs or {})
+            of_logits = [t for t in tree_leaves(out) if getattr(t, "shape", ())[-1:] == (61,)]
+            found = [t for t in of_logits if t.shape[:-1] != (24,)]  # the table, turned
+            largest = max([largest, *(t.numel() for t in found)])
+            return out
+
+    model = Transformer(tiny_config(n_layer=1)).to("meta").train()
+    x = torch.zeros(3, 16, dtype=torch.long, device="meta")
+    with Largest():
+        model(x, x).total.backward()
+    assert largest == (48 if whole else 8) * 61
+    assert model.tok_emb.weight.grad.shape == (61, 24)

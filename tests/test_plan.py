@@ -1,0 +1,105 @@
+"""scripts/plan.py counts what a network that is really built holds."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from running import refused
+
+from model import Transformer
+from nanonorm.adapters import learning, put_on
+from nanonorm.distill import Distilled, share
+from nanonorm.optimizer import make_optimizer
+from scripts import plan
+
+SMALL = ("--n_layer=3", "--n_embd=64", "--n_head=4", "--vocab_size=501", "--block_size=32", "--batch_size=2")
+SMALL += ("--dtype=float32", "--device=cpu", "--dataset=no/corpus", "--shard=True", "--max_iters=10")
+
+
+def planned(capsys, monkeypatch, *argv) -> dict:
+    monkeypatch.setattr(sys, "argv", ["plan.py", *argv])
+    plan.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_weights_and_averages_of_a_network_that_is_there(ranks, capsys, monkeypatch):
+    """After a step of AdamW, a third of every matrix a rank, whole rows."""
+    argv = (*SMALL, f"--ranks={ranks}", "--gradient_accumulation_steps=3")
+    found = planned(capsys, monkeypatch, *argv)["parts"]
+    cfg = plan.parse(plan.Plan, list(SMALL))[0].resolve()
+    model = Transformer(cfg.model_config())
+    optimizer = make_optimizer(list(model.parameters()), cfg, torch.device("cpu"))
+    x = torch.zeros(2, 32, dtype=torch.long)
+    model(x, x).total.backward()
+    optimizer.step()
+
+    def rows(t):
+        return len(t.chunk(ranks)[0]) * t[0].nbytes if t.dim() == 2 else t.nbytes
+
+    assert found["weights"] == sum(map(rows, model.parameters()))
+    assert found["gradients"] == sum(rows(p.grad) for p in model.parameters())
+    averages = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    assert found["AdamW's averages"] == sum(map(rows, averages))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_autograd_keeps(checkpointed, capsys, monkeypatch):
+    """Of a forward pass on a CPU without its fast paths, saved tensors by their memory."""
+    argv = (*SMALL, "--norm=layernorm", "--mlp=gelu", f"--grad_checkpoint={checkpointed}")
+    found = planned(capsys, monkeypatch, *argv)["parts"]["activations"]
+    cfg = plan.parse(plan.Plan, list(argv))[0].resolve()
+    model = Transformer(cfg.model_config()).train()
+    model.grad_checkpoint, of_parameters, sizes, kept = checkpointed, set(), {}, []
+    of_parameters |= {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(t):
+        kept.append(t)
+        if t.untyped_storage().data_ptr() not in of_parameters:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with plan.turned_off(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model.stream(torch.zeros(2, 32, dtype=torch.long))
+    if checkpointed:  # the inputs of the blocks, and one block whole while it is done again
+        assert found > sum(sizes.values()) > 0
+    else:
+        assert found == pytest.approx(sum(sizes.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_and_a_base_that_is_the_teachers(kind, capsys, monkeypatch):
+    pytest.importorskip("peft")
+    size = {"n_layer": 2, "n_embd": 64, "n_head": 4, "block_size": 32, "vocab_size": 501}
+    shape = plan.ModelConfig(**size, tie_embeddings=False)
+    monkeypatch.setattr(plan, "shape_of", lambda name: shape)
+    argv = ("--init_from=a", "--teacher=a", f"--adapter={kind}", "--adapter_rank=8", "--dataset=no/corpus")
+    found = planned(capsys, monkeypatch, *argv, "--dtype=bfloat16", "--batch_size=2")["parts"]
+    teacher, student = Transformer(shape), Transformer(shape)
+    student.load_state_dict(teacher.state_dict())
+    share(student, teacher, "")
+    for network in (student, teacher):
+        network._apply(lambda t: t.to(torch.bfloat16) if t.dim() >= 2 else t)
+    put_on(student, kind, 8, 16.0)
+    pair = Distilled(student, teacher, {})
+    adapters = sum(p.nbytes for p in learning(student).values())
+    assert found["adapters"] == found["gradients"] == adapters and found["AdamW's averages"] == 2 * adapters
+    kept = sum(p.nbytes for p in pair.parameters())
+    theirs = sum(size for name, size in found.items() if name.startswith(("teacher", "frozen")))
+    assert theirs == kept - adapters
+
+
+def test_the_8b_distillation_needs_two_cards(capsys, monkeypatch):
+    """As its file says; one card does not hold it."""
+    pytest.importorskip("peft")
+    path = str(ROOT / "config/distill_qwen_8b.py")
+    found = planned(capsys, monkeypatch, path, "--ranks=2", "--shard=True")
+    assert f"counts {found['bytes'] / 1e9:.1f} GB each" in (ROOT / "config/distill_qwen_8b.py").read_text()
+    assert found["fits"] and not planned(capsys, monkeypatch, path)["fits"]
+
+
+def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
+    said = refused(capsys, *SMALL, "--ranks=3", program="scripts/plan.py")
+    assert "must be a multiple of the 3 ranks" in said
