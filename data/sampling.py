@@ -64,8 +64,8 @@ SHARE = 0.25  # of a GPU's free memory, which a corpus may take; the rest is for
 
 
 def on_device(device, *splits: np.ndarray, to_come: int = 0) -> list[torch.Tensor]:
-    """The splits as tensors: on a GPU if they take at most SHARE of what is free once `to_come` bytes more are
-    taken, else memory-mapped. To be called when the model and its optimizer are there."""
+    """The splits as tensors: on a GPU if they take at most SHARE of what is free beside `to_come` bytes more,
+    else memory-mapped. To be called when the model and its optimizer are there."""
     tensors = [torch.from_numpy(split) for split in splits]
     n_bytes = sum(t.nbytes for t in tensors)
     if device.type == "cuda" and n_bytes <= SHARE * (torch.cuda.mem_get_info(device)[0] - to_come):
