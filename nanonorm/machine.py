@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import math
 import platform
 import re
@@ -56,6 +57,8 @@ def refuse_to_shard(cfg, device: torch.device):
         raise BadInput("shard=True gathers block by block; use --compile=regional, or --compile=False")
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"shard=True needs a CPU or GPUs, and device={device}; leave it out")
+    if importlib.util.find_spec("safetensors") is None:
+        raise BadInput("shard=True writes its checkpoints with safetensors: pip install safetensors")
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:

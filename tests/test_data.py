@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -17,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import data
+from data import open_corpus, summed, token_sums
 from data.local import CUT, documents
 from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
@@ -314,3 +316,32 @@ def test_python_without_its_library_is_refused(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(patch)
     assert nowhere in one_line(run("stdlib", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path)))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_sums_of_a_large_corpus_are_kept_by_size_and_time(corpus, tmp_path, monkeypatch):
+    """Beside it; those of a small one are not, nor where nothing can be written."""
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    summed.cache_clear()
+    first = open_corpus(folder, 16)[0]
+    assert not (folder / "sums.json").exists()
+    monkeypatch.setattr("data.KEPT_FROM", 1)
+    summed.cache_clear()
+    assert open_corpus(folder, 16)[0] == first
+    known = json.loads((folder / "sums.json").read_text())
+    assert {name: sums["sha256"] for name, sums in known.items()} == {
+        f"{split}.bin": first[f"{split}_sha256"] for split in ("train", "val")
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.sha256", lambda *args: pytest.fail("read again"))
+        summed.cache_clear()
+        assert token_sums(folder / "train.bin", "<u2")[0] == first["train_sha256"]
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "train.bin").write_bytes(content)  # another time
+    assert open_corpus(folder, 16)[0]["train_sha256"] == hashlib.sha256(content).hexdigest()
+    for damaged in ("[]", "{", json.dumps({"train.bin": {"of": None}}), json.dumps({"train.bin": 3})):
+        (folder / "sums.json").write_text(damaged)
+        summed.cache_clear()
+        assert token_sums(folder / "train.bin", "<u2")[0] == hashlib.sha256(content).hexdigest()
+    assert not list(folder.glob("*.tmp"))

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from running import ROOT, final, flags, launch, metrics, refused, train
 
-from nanonorm.files import read_file
+from model import ModelConfig, Transformer
+from nanonorm.files import read_file, write_file
 from nanonorm.ranks import Ranks
 
 FEW = ("layernorm-internal-aux", "coupled")
@@ -67,6 +68,20 @@ def test_a_rank_holds_its_share(ranks, tmp_path):
         share = 16 * found["parameters"] / ranks
         print(f"{found['held']:,} bytes of {share:,.0f}")
         assert found["held"] <= 1.1 * share
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_four_ranks_start_in_the_memory_of_two_networks(tmp_path):
+    """The peaks of all processes together, which need not come at once: the main rank's, which maps the file,
+    and every rank's quarter. Four that each read it would take four, and a quarter each."""
+    shapes = {"model.pt": {"n_layer": 12, "n_embd": 768}, "model.pt.small": {"n_layer": 1, "n_embd": 16}}
+    for name, shape in shapes.items():
+        write_file(Transformer(ModelConfig(n_head=4, **shape)).to_file({}), tmp_path / name)
+    found = [of_rank["start"] for of_rank in spread(tmp_path, 4, tmp_path / "model.pt")]
+    size = found[0]["model"]
+    print([round(rank["peak"] / size, 2) for rank in found], f"of {size:,} bytes")
+    assert sum(rank["peak"] for rank in found) <= 2.3 * size
 
 
 # ---------------------------------------------------------------------------------------------------------
