@@ -16,13 +16,11 @@ import math
 import signal
 import sys
 import time
-import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from begin import change_of, distance_of, make_trained, provenance
 from config import Config
@@ -35,11 +33,12 @@ from nanonorm import machine
 from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
+from nanonorm.metrics import log_line
 from nanonorm.nonfinite import first_nonfinite
-from nanonorm.optimizer import Gradients, clip, grad_norms, make_optimizer
-from nanonorm.ranks import Interrupt, Ranks, local
+from nanonorm.optimizer import Gradients, clip, make_optimizer
+from nanonorm.ranks import Interrupt, Ranks, data_parallel, local
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
-from nanonorm.scale import diagnostics, site_losses, site_metrics, taper_metrics
+from nanonorm.scale import site_losses
 from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
 
 
@@ -110,15 +109,8 @@ class Step:
         self.trained = {name: p for name, p in self.learns.items() if p.requires_grad}
         self.gradients = Gradients(list(self.trained.values()), self.ranks, self.cfg.shard)
         if self.ranks.size > 1 and not self.cfg.shard:
-            wrapped = isinstance(self.forward, DistributedDataParallel)  # for the phase before
-            # a warning that broadcast_buffers has another name; from the second phase on weights are equal
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                self.forward = DistributedDataParallel(
-                    self.compiled,
-                    broadcast_buffers=False,
-                    init_sync=not wrapped,
-                    gradient_as_bucket_view=True,
-                )
+            equal = self.forward is not self.compiled  # since the phase before
+            self.forward = data_parallel(self.compiled, equal)
         self.graph = machine.Replayed(self.update) if self.cfg.cuda_graph else None
 
     def at(self, step: int):
@@ -238,30 +230,6 @@ class Step:
 
 # ---------------------------------------------------------------------------------------------------------
 # what is logged
-
-
-def log_line(step: Step, done: int, tokens_per_s: float, peak: float) -> dict[str, float]:
-    """The metrics after `done` steps, by their names in wandb. train/loss is what steps minimize. It, ce, aux
-    and kl are means over micro-batches of what each has as the mean over the targets that it counts: not
-    those of -100, nor with mask_end the ends of texts. Metrics of the stream are of the first rank's last
-    micro-batch, and they and the gradient of the weights before the step. peak: FLOP/s of the machine, 0 if
-    not measured."""
-    model, totals, (stream, norms) = step.model, step.totals, step.last
-    step.ranks.sum(totals)
-    *sums, n = totals.tolist()
-    totals.zero_()
-    s, l2 = diagnostics(model, stream)
-    mfu = tokens_per_s * machine.flops_per_token(model) / peak if peak else 0.0
-    line = grad_norms(list(step.trained), norms)
-    means = {name: total / n for name, total in zip(step.losses, sums, strict=True)}
-    line |= {"train/loss": means.pop("total"), **{f"train/{name}": mean for name, mean in means.items()}}
-    line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}
-    line |= {**site_metrics(model), "perf/tok_s": tokens_per_s, "perf/mfu": mfu}
-    if model.anchor is not None:
-        line["s/target"] = model.anchor.target_now().item()
-    if model.taper_norms():
-        line |= {"gate": mean_gate(model.gate), **taper_metrics(model)}
-    return line
 
 
 def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str, float]:

@@ -154,10 +154,8 @@ class Config(ModelKnobs):
         Not in its name is what a resumed run may set anew, but for weights to start or to learn from. So what
         computes something else goes elsewhere, and a command with --init_from=resume finds its own run.
         """
-        unnamed = free_on_resume() - {"init_from", "teacher"}
-        if self.init_from in ("resume", "auto"):
-            unnamed |= {"init_from"}
-        return f"out/{name_of(self, files, unnamed)}"
+        named = {"teacher"} if self.init_from in ("resume", "auto") else {"teacher", "init_from"}
+        return f"out/{name_of(self, files, free_on_resume() - named)}"
 
     def model_config(self, vocab_size: int | None = None) -> ModelConfig:
         """The architecture, with the corpus's `vocab_size` where the run names none. Raises: ModelError."""

@@ -21,7 +21,15 @@ from nanonorm.files import atomic_write, json_object, writing
 from nanonorm.typed import Record, why
 
 POSITIVE = ("taper/c.", "val/loss", "val/bpb", "s/target")  # metrics that are above zero
-SOMETIMES = ("val/", "train/spike", "grad/", "taper/residual.", "taper/sinks.")  # that not every line has
+SOMETIMES = (
+    "val/",
+    "train/spike",
+    "grad/",
+    "taper/residual.",
+    "taper/sinks.",
+    "train/site",
+    "site/",
+)  # that not every line has
 
 
 class BadLog(BadInput):

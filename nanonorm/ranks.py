@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nanonorm.errors import BadInput
 
@@ -98,6 +100,13 @@ class Ranks:
     def close(self):
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def data_parallel(module: torch.nn.Module, equal: bool) -> DistributedDataParallel:
+    """A module whose gradients are means over the ranks. equal: the ranks' weights are so already."""
+    how = {"init_sync": not equal, "gradient_as_bucket_view": True, "broadcast_buffers": False}
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # that the last has another name
+        return DistributedDataParallel(module, **how)
 
 
 def local(t):

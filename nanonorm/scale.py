@@ -12,8 +12,6 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
-from nanonorm.kernels import upcast
-from nanonorm.ranks import whole
 
 
 def ordinary(inverse, multiple: float | None):
@@ -86,37 +84,6 @@ class Tracker(nn.Module):
         buffer.copy_(value)
 
 
-def residual(taper) -> torch.Tensor:
-    """Which share of a norm's output c_now() would leave, on the last step's tokens; of a model.Taper by
-    their power, of a MeanScaleTaper every token alike. 0-dim, to 1e-6 in float32"""
-    c, (cross, power, *output) = taper.c_now(), taper.means()
-    return 1 - c * (2 * cross - c * power) / (output[0] if output else 1.0)
-
-
-def taper_metrics(model) -> dict[str, float]:
-    """What the log tells of each taper's c, by its name in wandb: c, what it leaves, which share of tokens
-    it was not fitted to."""
-    line = {}
-    for name, norm in model.taper_norms().items():
-        line[f"taper/c.{name}"] = (norm.c_now() if model.phase == "norm" else norm.c).item()
-        if model.phase in norm.phases:  # c still moves
-            line[f"taper/residual.{name}"] = residual(norm).item()
-            if norm.sink_multiple is not None:
-                line[f"taper/sinks.{name}"] = norm.left_out().item()
-    return line
-
-
-def site_metrics(model) -> dict[str, float]:
-    """What the log tells of a site loss in the last step: the loss with its weight, and of each site the
-    variance of log s over tokens, about its running mean."""
-    line, sites = {}, site_losses(model)
-    for name, site in sites.items():
-        if site.phase in site.phases:
-            _, line[f"site/spread.{name}"], loss = site.means().tolist()
-            line["train/site"] = line.get("train/site", 0.0) + site.weight * loss
-    return line
-
-
 def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
     """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
     place."""
@@ -158,17 +125,6 @@ class Tracked:
         trackers = [t for t in self.trackers().values() if self.phase in t.phases]
         if trackers:
             observe_step(trackers, self.config.ema_rate, all_reduce)
-
-
-@torch.no_grad()
-def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
-
-    |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
-    """
-    h = upcast(stream)
-    y, W = upcast(model.norm_final(h)), upcast(model.head()[0])
-    return model.scale(h).mean(), ((y @ whole(W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
 
 
 def distance(s, target, relative: bool):

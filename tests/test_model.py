@@ -31,7 +31,7 @@ from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
 from nanonorm.hub import write_pretrained
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, turned_off
-from nanonorm.scale import diagnostics
+from nanonorm.metrics import diagnostics
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
 # a random net.

@@ -17,8 +17,8 @@ from data.sampling import train_batch
 from model import Transformer
 from nanonorm.adapters import put_on
 from nanonorm.distill import Distilled
+from nanonorm.metrics import diagnostics
 from nanonorm.ranks import Ranks
-from nanonorm.scale import diagnostics
 
 META = torch.device("meta")
 KNOBS = dict(max_iters=30, warmup_iters=3, gate_start=10, gate_end=20, batch_size=3, block_size=16)

@@ -3,6 +3,7 @@ of ranks. On gloo and CPUs: nothing here says how fast nccl is, or whether it ov
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import sharded

@@ -10,7 +10,8 @@ from running import assert_same_run, final, flags, metrics, train
 
 from forms import export_files, load_model, proved
 from model import ModelConfig, Transformer
-from nanonorm.scale import FAR, site_losses, site_metrics
+from nanonorm.metrics import site_metrics
+from nanonorm.scale import FAR, site_losses
 
 HELD = [name for name, options in VARIANTS.items() if options["norm"] in ("rmsnorm", "layernorm")]
 EXACT = 1e-12  # float64: the same sums in another order

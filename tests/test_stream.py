@@ -19,8 +19,8 @@ from config import Config
 from data.tokenizer import load_tokenizer
 from forms import fold
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.metrics import residual
 from nanonorm.run import given_weights
-from nanonorm.scale import residual
 from scripts import stream
 from scripts.exports.networks import open_network
 

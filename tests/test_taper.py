@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forms import fold
 from model import LayerNorm, RMSNorm, Taper, Transformer
+from nanonorm.metrics import residual
 from nanonorm.optimizer import grad_norms
-from nanonorm.scale import observe_step, residual
+from nanonorm.scale import observe_step
 
 EXACT = 1e-12  # float64: the same few operations in another order, 1e-16 each
 RATE = 0.01  # ema_rate's default, the paper's mu
