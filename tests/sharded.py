@@ -20,7 +20,7 @@ from config import Config
 from data.sampling import train_batch
 from forms import from_file
 from model import Block, ModelConfig, Transformer
-from nanonorm.adapters import put_on, take_norms
+from nanonorm.adapters import learning, put_on, take_norms
 from nanonorm.distill import Distilled, share
 from nanonorm.files import thin
 from nanonorm.ranks import Ranks, local
@@ -79,7 +79,10 @@ def begun(case: str, ranks: Ranks, shard: bool, dtype=torch.float64, **more) -> 
     """A run's Step. Of a sharded one every rank but the first has other weights, which must not matter."""
     knobs, adapter = CASES[case]
     cfg = settings({**knobs, "shard": shard, **more})
-    model, module = networks(cfg, adapter, dtype)
+    model, module = networks(cfg, adapter, torch.promote_types(dtype, torch.float32))
+    if adapter is not None:  # as begin.make_trained has it
+        for p in {*module.parameters()} - {*learning(model).values()}:
+            p.data = p.data.to(dtype) if p.dim() >= 2 else p.data
     if shard:
         if not ranks.main:
             with torch.no_grad():

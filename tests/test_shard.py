@@ -62,6 +62,22 @@ def test_ranks_are_one_for_every_variant(ranks, tmp_path):
     assert_equal(spread(tmp_path, ranks, *sharded.CASES)[0], sharded.CASES)
 
 
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("coupled", "dora")]
+
+
+@pytest.mark.parametrize("case", ["layernorm-internal-aux", "cbwc", *SLOW])
+def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
+    """Weights are gathered in bfloat16, but for centred ones, and stay in float32. One rank of a CPU."""
+    found, ranks = {}, Ranks()
+    for shard in (False, True):
+        ranks.start(sharded.CPU, "gloo", alone=shard)
+        step = sharded.begun(case, ranks, shard, torch.bfloat16)
+        found[shard] = torch.tensor(sharded.losses(step))
+        averages = [t for kept in step.optimizer.state.values() for t in kept.values()]
+        assert {t.dtype for t in (*averages, *step.trained.values())} == {torch.float32}
+    torch.testing.assert_close(found[True], found[False], rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_holds_its_share(ranks, tmp_path):
     """Of weights, gradients and averages, 16 bytes a parameter in float32, when all of them are there."""
