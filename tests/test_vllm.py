@@ -15,7 +15,7 @@ from nanonorm.files import ROOT
 
 PYTHON = os.environ.get("NANONORM_VLLM")
 pytestmark = [
-    pytest.mark.slow(minutes=1),
+    pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="NANONORM_VLLM names no interpreter with vLLM"),
 ]
 SHAPE = dict(n_layer=3, n_head=4, n_embd=128, block_size=256)  # heads of 32: vLLM has none below
@@ -28,6 +28,8 @@ NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
     "coupled": ("llama", "coupled", {}, "hf", "TransformersForCausalLM"),
     "cbwc": ("ours", "cbwc", {}, "hf", "TransformersForCausalLM"),
     "qwen 2": ("qwen2", "all", {}, "hf", "TransformersForCausalLM"),
+    "dyt": ("ours", "baseline", {"norm": "dyt"}, "hf", "TransformersForCausalLM"),
+    "gpt 2, stock": ("gpt2", "all", {}, "stock", "GPT2LMHeadModel"),
     "qwen 3": ("qwen3", "internal", {"head_dim": 32}, "hf", "TransformersForCausalLM"),
 }
 
@@ -62,7 +64,7 @@ def test_vllm_agrees(name, caching, saved, tmp_path):  # noqa: F811
     text = torch.randint(2, 400, (190,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [text[:n] for n in (190, PREFIX + 1, PREFIX + 17, 33, 1)]
     each = {"prompts": prompts, "tokens": 64, "logprobs": 5}
-    impl = "auto" if theirs == "LlamaForCausalLM" else "transformers"
+    impl = "transformers" if theirs == "TransformersForCausalLM" else "auto"
     options = {"model_impl": impl, "enforce_eager": True, "enable_prefix_caching": caching}
     said = ask(folder, [each, each], **options)
     assert said["model"] == theirs

@@ -3,9 +3,9 @@
     python scripts/speed/serving.py out/smollm2 --vllm=out/vllm/bin/python --out=out/serving
 
 PATH is a network with RMSNorm; `bash scripts/vllm.sh out/vllm` makes the environment. Two networks are made
-of it, "coupled" (CoupledNorm) and "none" (every norm tapered to a fixed scaling, a tenth of what fits random
-tokens, so that nothing overflows). Neither is trained: their text means nothing, and their speed is that of
-a trained one. scripts/convert.py exports them, which proves each export.
+of it, "coupled" (CoupledNorm) and "none" (every norm a fixed scaling: of 0.03, so that nothing overflows, and
+before the head of 1). Neither is trained: their text means nothing, and their speed is that of a trained
+one. scripts/convert.py exports them, which proves each export.
 
 A contestant is a process: a warm-up of each batch, then --rounds of each. They take turns in a fresh order,
 for --processes turns. OUT/serving.csv gets a line for each round; the command, given again, goes on where it
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from begin import begun_from  # not found? pip install -e .
-from bench import hardware, taper_untrained, with_norm
+from bench import hardware, with_norm
 from forms import config_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -57,6 +57,7 @@ CONTESTANTS = {
     "with norms, llama.cpp": Contestant("norms", "gguf", "llama.cpp", "", "with norms, llama.cpp"),
     "none, stock form, llama.cpp": Contestant("none", "gguf", "llama.cpp", "", "with norms, llama.cpp"),
 }
+SCALE = 0.03  # what c is in the blocks
 COLUMNS = ["mode", "contestant", "turn", "batch", "new_tokens", "round", "seconds"]
 
 
@@ -85,10 +86,12 @@ def make_network(source: str, name: str, path: Path):
     if config.norm != "rmsnorm":
         raise BadInput(f"{where} has norm={config.norm}; this needs a network with rmsnorm")
     model = begun_from(file, with_norm(config, *CHANGES[name]), where)
-    if model.taper_norms():
-        torch.manual_seed(0)
-        taper_untrained(model, torch.randint(config.vocab_size, (4, min(64, config.block_size))))
+    if tapers := model.taper_norms():
+        model.set_phase("scale")
         model.gate.fill_(0.0)
+        for norm in tapers.values():
+            norm.c.fill_(SCALE)
+        model.norm_final.c.fill_(1.0)
     write_file(model.eval().to_file({**model.meta, "phase": model.phase, "gate": 0.0}), path)
 
 
