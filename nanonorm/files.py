@@ -184,8 +184,8 @@ def json_object(text: str | bytes) -> dict:
 
 def read_file(path, whole: bool = True) -> dict:
     """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. `whole`
-    refuses a checkpoint of adapters alone, and joins a sharded run's. Tensors are mapped: they take memory
-    once they are written to, or read by nobody else.
+    refuses a checkpoint of adapters alone, and joins a sharded run's. Under torchrun tensors are mapped, so
+    that all processes share one copy until they write to it; the file must not be written in place meanwhile.
 
     torch.save writes a CRC-32 of every tensor, which torch.load does not look at; this does.
     Raises: BadFile, or another ModelError for a file of another format.
@@ -197,7 +197,7 @@ def read_file(path, whole: bool = True) -> dict:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles
             if (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
-            mapped = os.name == "posix"  # elsewhere a mapped file cannot be replaced
+            mapped = os.name == "posix" and int(os.environ.get("WORLD_SIZE", 1)) > 1
             file = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise BadFile(f"no model file {path}") from None
