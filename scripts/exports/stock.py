@@ -22,8 +22,8 @@ EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
 ENORMOUS = 2.0**60
 LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it is what it shrinks x by
 SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class runs:
-llama.cpp (`--to=gguf`) runs it{mlx}; vLLM should, and was not tried. What is faster without norms is the
-network itself: `--to=hf` or `--to=onnx`."""
+vLLM 0.32 and llama.cpp (`--to=gguf`) run it{mlx}. What is without norms is the network itself: `--to=hf` or
+`--to=onnx`."""
 CENTRING = "The centring is not computed any more; the norms are, as the stock class's own."
 HOW = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
