@@ -42,7 +42,7 @@ from scripts.exports.push import check, push
 from scripts.exports.stock import wants_folding
 
 RUNS = {  # a kind of export -> what runs it
-    "hf": "transformers 4.57 and 5, with Trainer, PEFT and lm_eval; most of them in vLLM and TransformerLens 4",
+    "hf": "transformers 4.57 and 5, with Trainer, PEFT and lm_eval; most in vLLM and TransformerLens 4",
     "stock": "whatever runs a Llama, a Qwen or a GPT-2 (the norms are computed, and change nothing)",
     "gguf": "llama.cpp and what is built on it (the norms are computed, and change nothing)",
     "onnx": "onnxruntime",
