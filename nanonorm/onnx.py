@@ -65,15 +65,10 @@ def write_graph(module: torch.nn.Module, inputs: dict, outputs: list[str], free:
         settings.enter_context(warnings.catch_warnings(action="ignore"))
         settings.enter_context(patch.object(kernels, "PAD_HEADS_TO", 0))  # it asks how long the window is
         settings.enter_context(Reworded())
-        made = torch.onnx.export(
-            module, tuple(inputs.values()), dynamo=True, opset_version=OPSET, input_names=list(inputs),
-            output_names=outputs, dynamic_shapes=free, verbose=False,
+        torch.onnx.export(
+            module, tuple(inputs.values()), path, dynamo=True, opset_version=OPSET, input_names=list(inputs),
+            output_names=outputs, dynamic_shapes=free, external_data=size > INLINE, verbose=False,
         )  # fmt: skip
-    for value in made.model.graph.inputs:
-        if value.name == FROM:  # it may be left out, and is 0 then
-            value.const_value = import_module("onnx_ir").tensor(inputs[FROM].numpy(), name=FROM)
-            made.model.graph.register_initializer(value)
-    made.save(path, external_data=size > INLINE)
 
 
 def export(module: torch.nn.Module, x, path: Path):
@@ -151,7 +146,7 @@ class Session:
         """(logits (B, T - first, V) of tokens x (B, T) that follow those of `past`, `past` with x in it).
         past: {}, or what an earlier call returned."""
         given = {"input_ids": self.value(x.numpy()), **(past or self.nothing(len(x)))}
-        if first:
+        if self.past:
             given[FROM] = self.value(torch.tensor(first).numpy())
         logits, *present = self.session.run_with_ort_values(None, given)
         return torch.from_numpy(logits.numpy()), {i.name: t for i, t in zip(self.past, present, strict=True)}

@@ -22,13 +22,14 @@ HOW = """\
     past = {{name: numpy.zeros((1, {heads}, 0, {size}), "float32") for name in names}}  # of no token
     ids = numpy.array([[1, 2, 3]])                          # int64, (batch, length)
     for _ in range(8):                                      # the likeliest next tokens
-        logits, *present = session.run(None, {{"input_ids": ids, **past}})
+        given = {{"input_ids": ids, "logits_from": numpy.array(ids.shape[1] - 1), **past}}
+        logits, *present = session.run(None, given)
         ids, past = logits[:, -1:].argmax(-1), dict(zip(names, present))
 
-logits: float32, (batch, length, {vocabulary}), or those from token `logits_from` on, an input that may be
-left out; of a prompt the last alone are cheaper. Past and length are up to {length} tokens together.
-RMSNorm and attention are one operator each (opset 23). Tokens on the right change nothing on their left:
-pad there where rows differ in length, and throw the keys and values of the padding away."""
+logits: float32, (batch, length - logits_from, {vocabulary}), of the tokens from `logits_from` on; with 0 of
+all. Past and length are up to {length} tokens together. RMSNorm and attention are one operator each
+(opset 23). Tokens on the right change nothing on their left: pad there where rows differ in length, and
+throw the keys and values of the padding away."""
 SAVES = """\
 The norms that were removed are not in the graph. Under onnxruntime, in which a norm is one kernel, that
 gains a few percent at most (nanonorm's results/serving.md)."""
