@@ -385,7 +385,7 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
         raise BadInput("CUDA graphs need a GPU; on a CPU there are eager, compiled and onnx")
     if "onnx" in k.runtimes:
         for wrong, remedy in (
-            (k.mode == "decode", "its graph has no KV cache; use --mode=prefill"),
+            (k.mode == "decode", "here it has no KV cache; use --mode=prefill, or scripts/speed/runtimes.py"),
             (gpu, "it runs on the CPU; use --device=cpu"),
             (k.dtype != "float32", "onnxruntime's CPU multiplies no bfloat16; use --dtype=float32"),
         ):
