@@ -93,7 +93,7 @@ class ModelKnobs:
     site_far: Annotated[NonNegative, SITE_LOSS, FREE, Since(4)] = 0.0  # there: of tokens far off the mean
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
-    ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, FREE] = 0.01  # mu, of c's and s_tgt's averages
+    ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, SITE_LOSS, FREE] = 0.01  # mu, of running means
     calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False  # position 0 counts for no c, no site
     # nor do tokens whose scale is above so many times the micro-batch's median; None: all do
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None

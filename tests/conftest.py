@@ -104,8 +104,9 @@ def tiny(variant="rmsnorm", seed=0, dtype=torch.float64, phase="scale", std=0.25
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The global stream: which tests ran before in this process is no matter."""
+    """The global stream, and small numbers: which tests ran before in this process is no matter."""
     torch.manual_seed(0)
+    torch.set_flush_denormal(False)  # gcc's -ffast-math, of a library that a compiler made, sets it as well
 
 
 @pytest.fixture(scope="session")
