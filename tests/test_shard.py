@@ -78,7 +78,8 @@ def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
     torch.testing.assert_close(found[True], found[False], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_its_share(ranks, tmp_path):
     """Of weights, gradients and averages, 16 bytes a parameter in float32, when all of them are there."""
     for found in (of_rank["bytes"] for of_rank in spread(tmp_path, ranks, "bytes")):
