@@ -585,8 +585,10 @@ class SplitAttention(Attention):
 
 def product(linear: nn.Linear, x, inverse=None):
     """linear(x / r), r given as its inverse (B, T, 1), which scales the product: the bias comes after."""
-    if inverse is None or linear.bias is None:
-        return linear(x) if inverse is None else linear(x) * inverse
+    if inverse is None:
+        return linear(x)
+    if linear.bias is None:
+        return linear(x) * inverse
     if type(linear) is nn.Linear and not is_watched(linear):
         return F.linear(x, linear.weight) * inverse + linear.bias
     return (linear(x) - linear.bias) * inverse + linear.bias

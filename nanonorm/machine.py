@@ -178,9 +178,10 @@ def compiler_works(device: torch.device):
 
 def how_compiled(cfg, device: torch.device) -> bool | str:
     """False, True for the whole model, or "regional": what the knob `compile` means on a device."""
-    if cfg.compile is None and device.type == "cuda":
-        return "regional" if cfg.shard else True
-    return bool(cfg.compile) if cfg.compile is None else cfg.compile
+    if cfg.compile is not None:
+        return cfg.compile
+    on_gpu = device.type == "cuda"
+    return "regional" if on_gpu and cfg.shard else on_gpu
 
 
 def compiled(module, block: type, cfg, device: torch.device):

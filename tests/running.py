@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,15 @@ def assert_same_run(a, b):
     assert_same(x["optimizer"], y["optimizer"])
     assert_same(x["progress"]["totals"], y["progress"]["totals"])
     assert metrics(a) == metrics(b)
+
+
+def assert_goes_on_from(step: int, run: Path, again: Path):
+    """A copy of a run, resumed from its checkpoint before the last, ends as the run did."""
+    shutil.copytree(run, again)
+    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
+    assert final(again)["progress"]["iter"] == step
+    train("--init_from=resume", f"--out_dir={again}")
+    assert_same_run(run, again)
 
 
 def refused(capsys, *argv, program="train.py") -> str:

@@ -83,7 +83,8 @@ def test_the_card_shows_how_it_decodes(exported, tmp_path, monkeypatch):
     model = tiny("rmsnorm", dtype=torch.float32, n_kv_head=2).eval()
     lines = [line for line in exported(model)["how"].splitlines() if line.startswith("    ")]
     monkeypatch.chdir(tmp_path)
-    exec(textwrap.dedent("\n".join([*lines, "        said.append(ids[0, 0])"])), {"said": (said := [])})  # noqa: S102
+    said, code = [], textwrap.dedent("\n".join([*lines, "        said.append(ids[0, 0])"]))
+    exec(code, {"said": said})  # noqa: S102
     assert said == model.generate(torch.tensor([[1, 2, 3]]), 8, temperature=0)[0, 3:].tolist()
 
 

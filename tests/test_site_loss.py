@@ -1,12 +1,10 @@
 """The loss on the spread of log s at the blocks' norms: its gradient against the formula, which tokens count,
 what a run, its logs, its checkpoints and its exports make of it."""
 
-import shutil
-
 import pytest
 import torch
 from conftest import VARIANTS, batch, refuses, tiny
-from running import assert_same_run, final, flags, metrics, train
+from running import assert_goes_on_from, flags, metrics, train
 
 from forms import export_files, load_model, proved
 from model import ModelConfig, Transformer
@@ -114,11 +112,7 @@ def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(corpus, tmp_
     knobs = dict(**KNOBS, taper="internal", max_iters=24, gate_start=8, gate_end=20)
     knobs |= dict(ckpt_interval=12, log_interval=1, gradient_accumulation_steps=2)
     train(*flags(tmp_path / "run", corpus, **knobs))
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    (tmp_path / "again/ckpt.prev.pt").replace(tmp_path / "again/ckpt.pt")
-    assert final(tmp_path / "again")["progress"]["iter"] == 12
-    train("--init_from=resume", f"--out_dir={tmp_path / 'again'}")
-    assert_same_run(tmp_path / "run", tmp_path / "again")
+    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
     lines = metrics(tmp_path / "run")
     assert all((line.get("train/site", 0) > 0) == (step < 20) for step, line in enumerate(lines))
     folded = load_model(tmp_path / "run/folded.pt")

@@ -17,7 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from running import (
+    ROOT,
+    assert_goes_on_from,
+    assert_same,
+    assert_same_run,
+    final,
+    flags,
+    launch,
+    metrics,
+    refused,
+    train,
+)  # fmt: skip
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -122,11 +133,7 @@ def test_a_run_that_leaves_sinks_out_goes_on_amid_its_norm_phase(corpus, tmp_pat
         sink_multiple=1.2, max_iters=24, gate_start=16, gate_end=20, ckpt_interval=12, log_interval=1
     )
     train(*flags(tmp_path / "run", corpus, **knobs))
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    (tmp_path / "again/ckpt.prev.pt").replace(tmp_path / "again/ckpt.pt")
-    assert final(tmp_path / "again")["progress"]["iter"] == 12
-    train("--init_from=resume", f"--out_dir={tmp_path / 'again'}")
-    assert_same_run(tmp_path / "run", tmp_path / "again")
+    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
     lines = metrics(tmp_path / "again")
     shares = [line["taper/sinks.1.mlp"] for line in lines[:16]]
     assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:16])

@@ -32,7 +32,7 @@ all. Past and length are up to {length} tokens together. RMSNorm and attention a
 throw the keys and values of the padding away."""
 SAVES = """\
 The norms that were removed are not in the graph. Under onnxruntime, in which a norm is one kernel, that
-gains a few percent at most (nanonorm's results/serving.md)."""
+gained a few percent at most for a prompt (nanonorm's results/speed.md)."""
 CAST = "\nThe weights were {dtype}; here they are float32, as onnxruntime's CPU multiplies nothing narrower."
 
 
