@@ -212,7 +212,10 @@ def finished(out, corpus, **knobs) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=FINISHED)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name != "all" else ()) for name in FINISHED],
+)
 def ended(request, corpus, tmp_path_factory) -> Path:
     """A run that has come to its end."""
     return finished(tmp_path_factory.mktemp("ended") / request.param, corpus, **FINISHED[request.param])

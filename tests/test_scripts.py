@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -11,9 +12,10 @@ import pytest
 import torch
 from conftest import batch, state_of, tiny
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT
 from nanonorm.timing import take_turns, tensor_peak
+from scripts.speed import peers
 from scripts.speed.parts import training_step
 
 
@@ -78,10 +80,12 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--network=nowhere", "is no folder of transformers"),
     ],
 )
-def test_peers_bad_input_is_one_line(flag, said):
-    command = [sys.executable, "scripts/speed/peers.py", flag]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and said in run.stderr and run.stderr.count("\n") == 1 and not run.stdout
+def test_peers_bad_input_is_one_line(flag, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scripts/speed/peers.py", flag])
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        peers.main()
+    told = capsys.readouterr()
+    assert end.value.code == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def steady(name, gap_s):
@@ -115,6 +119,22 @@ def test_peaks_are_what_a_step_holds_at_once():
             del a, b
 
     assert 0 <= tensor_peak(step) - 2 * 4_000_000 < 100  # and the 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime", "openvino"])
+def test_runtimes_times_what_says_the_same(runtime, tmp_path):
+    pytest.importorskip(runtime, reason=f"pip install {runtime}")
+    command = [sys.executable, "scripts/speed/runtimes.py", f"--runtimes={runtime}", f"--keep={tmp_path}"]
+    shape = [flag for flag in SHAPE if not flag.startswith(("--block", "--batch"))]
+    command += [*shape, "--n_kv_head=2", "--hidden=32", "--seq=8", "--new_tokens=3", "--rounds=2"]
+    run = subprocess.run([*command, "--processes=1"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert float(re.search("of the largest logit: (.*)", run.stdout)[1]) < 1e-5
+    rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip("| ") for row in rows] == ["with norms", "gains folded", "without", "coupled"]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
+    assert len(list(tmp_path.glob("*.onnx"))) == (0 if runtime == "torch" else 4)
 
 
 @pytest.mark.slow

@@ -234,7 +234,9 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
     assert_same(a, b)
 
 
-@pytest.mark.parametrize(("compiles", "n_layer"), [(True, 1), ("regional", 2)])
+@pytest.mark.parametrize(
+    ("compiles", "n_layer"), [(True, 1), pytest.param("regional", 2, marks=pytest.mark.slow)]
+)
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
     """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value or
     once a block where those are compiled by themselves. Validation is compiled too, at gate 0 and as it
@@ -288,13 +290,14 @@ FAKE = dict(calibration="mean_scale", anchor_target="batch", gate_schedule="sequ
     ("norm", "taper", "accumulated", "more"),
     [
         pytest.param("layernorm", "internal", 2, {}, marks=pytest.mark.slow),
-        (
+        pytest.param(
             "layernorm",
             "internal",
             2,
             {**FAKE, "mask_end": True, "grad_checkpoint": True, "sink_multiple": 1.2},
+            marks=pytest.mark.slow,
         ),
-        pytest.param("rmsnorm", "all", 1, {}, marks=pytest.mark.slow),
+        ("rmsnorm", "all", 1, {}),
         pytest.param("cbwc", "none", 1, {}, marks=pytest.mark.slow),
     ],
 )
@@ -511,7 +514,9 @@ def test_two_runs_in_one_folder(corpus, tmp_path):
     first.stderr.close()
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "dyt", "cbwc"])
+@pytest.mark.parametrize(
+    "norm", ["rmsnorm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dyt", "cbwc"))]
+)
 def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
     """The commands that train.py prints at its end, for runs with one export and with two."""
     out = tmp_path / "a run"
