@@ -291,7 +291,7 @@ def chunked_cross_entropy(y, weight, bias, targets):
         return sum(once_more(*piece) for piece in pieces) / counted
 
 
-@torch.compiler.disable  # the pieces would be unrolled into one graph
+@torch._disable_dynamo  # the pieces would be unrolled. torch.compiler.disable imports the compiler, 2 s
 def in_pieces(*args):
     return LossInPieces.apply(*args)
 

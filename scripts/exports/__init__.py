@@ -92,12 +92,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def needed(package: str):
+def needed(package: str, install: str = "-r requirements-export.txt"):
     """The module of an optional package. Raises: BadInput if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        remedy = "pip install -r requirements-export.txt"
+        remedy = f"pip install {install}"
         raise BadInput(f"this needs {package}, which is not installed: {remedy}") from None
 
 

@@ -1,7 +1,8 @@
-"""Tokens a second in the runtimes that take our ONNX graph: with norms, without, and coupled.
+"""Tokens a second in runtimes that take a graph of ours: with norms, without, and coupled.
 
     python scripts/speed/runtimes.py                                  # torch, eager, and onnxruntime
     python scripts/speed/runtimes.py --runtimes=openvino --keep=DIR   # needs pip install openvino
+    python scripts/speed/runtimes.py --runtimes=executorch --keep=DIR # needs pip install executorch
 
 Random weights in the shape of SmolLM2-135M unless told otherwise: a prompt of --seq tokens, of which the last
 logits are wanted, then --new_tokens one by one, in float32, one sequence. The networks of a runtime take
@@ -15,7 +16,9 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ import torch
 from bench import agree
 from forms import FORMS  # not found? pip install -e .
 from model import KVCache, ModelConfig, Transformer
+from nanonorm import kernels
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
@@ -38,6 +42,7 @@ NETWORKS = {  # name -> norm, taper, form
     "without": ("rmsnorm", "all", "folded"),
     "coupled": ("coupled", "none", "folded"),
 }
+FROM_ONNX = ("onnxruntime", "openvino")
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "vocab_size")
 
 
@@ -45,7 +50,7 @@ SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "vocab_size")
 class Runtimes:
     """What is timed."""
 
-    runtimes: tuple[Literal["torch", "onnxruntime", "openvino"], ...] = ("torch", "onnxruntime")
+    runtimes: tuple[Literal[*FROM_ONNX, "torch", "executorch"], ...] = ("torch", "onnxruntime")
     networks: tuple[Literal[*NETWORKS], ...] = tuple(NETWORKS)
     n_layer: Count = 30  # blocks
     n_embd: Count = 576  # width
@@ -93,8 +98,8 @@ def on_onnxruntime(k: Runtimes, name: str, path: Path):
 
 def on_openvino(k: Runtimes, name: str, path: Path):
     """Keys and values stay in the runtime (its stateful form), as its own language models have them."""
-    openvino = needed("openvino")
-    passes = needed("openvino._offline_transformations")
+    openvino = needed("openvino", "openvino")
+    passes = needed("openvino._offline_transformations", "openvino")
     core = openvino.Core()
     graph = core.read_model(path)
     names = [i.any_name for i in graph.inputs if i.any_name.startswith(PAST)]
@@ -113,7 +118,64 @@ def on_openvino(k: Runtimes, name: str, path: Path):
     return after
 
 
-RUNTIMES = {"torch": on_torch, "onnxruntime": on_onnxruntime, "openvino": on_openvino}
+class Static(torch.nn.Module):
+    """What ExecuTorch takes: ids (1, T) and the first one's position (1) -> logits (1, 1, V). Keys and values
+    are buffers of a fixed length."""
+
+    def __init__(self, model: Transformer, length: int):
+        super().__init__()
+        self.model, cache = model, KVCache(model, 1, length)
+        self.register_buffer("columns", cache.columns)
+        for i, pair in enumerate(zip(cache.k, cache.v, strict=True)):
+            for what, t in zip("kv", pair, strict=True):
+                self.register_buffer(f"{what}{i}", t)
+
+    def update(self, layer: int, k, v, rows):
+        new = (("k", k), ("v", v))
+        return [getattr(self, f"{what}{layer}").index_copy_(2, rows, t) for what, t in new]
+
+    def forward(self, idx, pos):
+        cache = SimpleNamespace(pos=pos, columns=self.columns, empty=False, update=self.update)
+        return self.model(idx, cache=cache, last_only=True)
+
+
+def program(k: Runtimes, name: str, T: int, path: Path) -> Path:
+    """The file of an ExecuTorch program for T tokens at a time, lowered to XNNPACK unless it is there."""
+    path = path.with_suffix(f".{T}.pte")
+    if not path.exists():
+        exir = needed("executorch.exir", "executorch")
+        xnnpack = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
+        inputs = torch.zeros(1, T, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        with torch.no_grad(), patch.object(kernels, "PAD_HEADS_TO", 0):
+            graph = torch.export.export(Static(network(k, name), k.seq + k.new_tokens), inputs)
+        parts = [xnnpack.XnnpackPartitioner()]
+        lowered = exir.to_edge_transform_and_lower(graph, partitioner=parts).to_executorch()
+        path.write_bytes(lowered.buffer)
+    return path
+
+
+def on_executorch(k: Runtimes, name: str, path: Path):
+    """A program for the prompt and one for a token, each with keys and values of its own: before anything is
+    timed the prompt, always the same, goes through both."""
+    loaded = needed("executorch.runtime", "executorch").Runtime.get().load_program
+    prefill, decode = (loaded(program(k, name, T, path)).load_method("forward") for T in (k.seq, 1))
+    seen = False
+
+    def after(pos, x, first):
+        nonlocal seen
+        if not pos:
+            for at, token in enumerate(x.split(1, 1) if not seen else ()):
+                decode.execute([token, torch.tensor([at])])
+            seen = True
+        logits = (decode if pos else prefill).execute([x, torch.tensor([pos or 0])])[-1]
+        return logits, (pos or 0) + x.shape[1]
+
+    return after
+
+
+RUNTIMES = {
+    "torch": on_torch, "onnxruntime": on_onnxruntime, "openvino": on_openvino, "executorch": on_executorch,
+}  # fmt: skip
 
 
 def served(k: Runtimes, runtime: str, name: str, path: Path):
@@ -154,7 +216,7 @@ def main():
         expected = {}
         for name in k.networks:
             path = folder / f"{name}.onnx"
-            if not path.exists() and set(k.runtimes) != {"torch"}:
+            if not path.exists() and set(k.runtimes) & set(FROM_ONNX):
                 export_with_past(network(k, name), path)
             expected[name] = next(served(k, "torch", name, path))
         for runtime in k.runtimes:
