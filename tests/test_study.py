@@ -236,6 +236,7 @@ WRITTEN = {
     "gpu_gpt2_shape": {"shape.txt"},
     "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
     "gpu_sweep": {"report.md"},
+    "smollm2": {"couple.md", "choices", "held_out.md"},
     "tinystories_small": {"recipe", "start_fresh"},
 }
 

@@ -24,7 +24,7 @@ from data import open_corpus, prepare
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
-from nanonorm.files import FORMAT, ROOT, hold_folder
+from nanonorm.files import FORMAT, ROOT, hold_folder, is_held
 from scripts import sweep
 from scripts.studies import runs
 
@@ -448,14 +448,14 @@ def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
     process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
     logs = [folder / "metrics.jsonl" for folder in folders]
     wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
-    assert all(map(runs.held, folders))
+    assert all(map(is_held, folders))
     process.send_signal(signum)
     error = process.communicate(timeout=20)[1]
     if signum == signal.SIGINT:
         assert process.returncode == 130 and "Go on with: python" in error
     elif not sys.platform.startswith("linux"):
         pytest.skip("elsewhere a killed sweep cannot take its runs with it")
-    wait_for(lambda: not any(map(runs.held, folders)))
+    wait_for(lambda: not any(map(is_held, folders)))
     for pid in {lines(f)[0]["pid"] for f in folders}:
         wait_for(lambda pid=pid: has_ended(pid))
 
