@@ -17,7 +17,7 @@ import itertools
 import platform
 import random
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -31,7 +31,7 @@ from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
 from model import NORMS, KVCache, ModelConfig, ModelKnobs, Transformer, attend
 from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.knobs import Needs, facts, is_read, off
+from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_bars, draw_speedups, pyplot
@@ -114,20 +114,14 @@ def taper_untrained(model: Transformer, idx):
 
 def with_norm(shape: ModelConfig, norm: str, taper: str) -> ModelConfig:
     """The same shape with another norm and taper, without the options that mean nothing there."""
-    qk = shape.taper_qk and taper in ("internal", "all")
-    changes = {
+    of_blocks = {"taper_qk": shape.taper_qk, "taper_from_layer": shape.taper_from_layer}
+    plain = off(ModelConfig, "aux_weight", "taper") | {
         "form": "trained",
         "dropout": 0.0,
-        "norm": norm,
-        "taper": taper,
-        "taper_qk": qk,
         "coupled_grad": False,
     }
-    wanted = copy.copy(shape)
-    for name, value in (off(ModelConfig, "aux_weight", "taper") | changes).items():
-        setattr(wanted, name, value)
-    unread = {name for name in facts(ModelConfig, Needs) if not is_read(name, wanted)}
-    return replace(wanted, **{f.name: f.default for f in fields(ModelConfig) if f.name in unread})
+    kept = of_blocks if taper in ("internal", "all") else {}
+    return changed(shape, **plain | kept | {"norm": norm, "taper": taper})
 
 
 def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dict[str, Transformer]:

@@ -32,7 +32,7 @@ from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
 from nanonorm.generation import behind_padding, generate
 from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
-from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, check_needs, check_types
+from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, changed, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
@@ -40,6 +40,7 @@ from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 
 # What a knob may need to mean anything
 TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
+BLOCKS = Needs("taper", lambda c: "block" in TAPERED_SITES[c.taper], "taper=internal or all")
 ANCHOR = Needs("aux_weight", lambda c: c.aux_weight > 0, "aux_weight above 0, such as 0.1")
 AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
 COUPLED = Needs("norm", lambda c: c.norm == "coupled", "norm=coupled")
@@ -82,6 +83,7 @@ class ModelKnobs:
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
+    taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
@@ -142,6 +144,8 @@ class ModelConfig(ModelKnobs):
             raise ModelError(f"a taper needs norm={ways}; with {self.norm} use taper=none")
         if self.coupled_from_layer >= self.n_layer:
             raise ModelError("coupled_from_layer must be below n_layer; RMSNorm everywhere is norm=rmsnorm")
+        if self.taper_from_layer >= self.n_layer:
+            raise ModelError("taper_from_layer must be below n_layer; for no block use taper=none or final")
         if self.taper_qk and not (self.qk_norm and self.taper in ("internal", "all")):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
@@ -723,6 +727,7 @@ NORMS = {
 
 def make_block(c: ModelConfig, i: int) -> Block:
     """Block i of a network."""
+    c = changed(c, taper="none") if i < c.taper_from_layer else c
     if c.norm == "coupled" and i < c.coupled_from_layer:
         return Block(c)
     return FakeLNBlock(c) if c.calibration == "mean_scale" else NORMS[c.norm].block(c)

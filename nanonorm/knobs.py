@@ -4,8 +4,9 @@ A fact stands in the knob's annotation: `calib_skip_first: Annotated[bool, TAPER
 knobs is a dataclass; functions here take it, or an instance of it.
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -76,6 +77,15 @@ def is_read(knob: str, settings) -> bool:
     """Whether a run with these settings, or a network of theirs, reads a knob."""
     needs = facts(type(settings), Needs).get(knob, ())
     return not needs or any(need.met(settings) for need in needs)
+
+
+def changed(settings, **changes):
+    """The same settings, some changed, and at its default what nobody reads then. Raises: as theirs do."""
+    wanted = copy.copy(settings)
+    for name, value in changes.items():
+        setattr(wanted, name, value)
+    unread = {name for name in facts(type(wanted), Needs) if not is_read(name, wanted)}
+    return replace(wanted, **{f.name: f.default for f in fields(wanted) if f.name in unread})
 
 
 def check_types(settings, error: type[Exception]):

@@ -67,7 +67,7 @@ def gate_sites(c) -> list[str]:
     if c.taper_qk:
         in_block[-1:-1] = ["attn.norm_q", "attn.norm_k"]
     tapered = TAPERED_SITES[c.taper]
-    blocks = range(c.n_layer if "block" in tapered else 0)
+    blocks = range(c.taper_from_layer, c.n_layer) if "block" in tapered else ()
     final = ["norm_final"] if "final" in tapered else []
     return [f"blocks.{i}.{norm}" for i in blocks for norm in in_block] + final
 
@@ -80,18 +80,19 @@ ORDER = {  # a norm's gate, without its block -> when its turn comes
 def drop_steps(cfg, sites: list[str]) -> list[int]:
     """The step from which each of `sites` (gate_sites) is at gate 0, where they fall one by one.
 
-    First the MLP norms from the first block to the last, gate_gaps[0] steps apart; so the attention norms for
-    queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at last. From one kind
-    to the next it is a gap of the earlier kind. An attention norm that is one site has the turn of queries
-    and keys. The order is that of Baroni et al. 2025's public code.
+    First the MLP norms from the first block that tapers to the last, gate_gaps[0] steps apart; so the
+    attention norms for queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at
+    last. From one kind to the next it is a gap of the earlier kind. An attention norm that is one site has
+    the turn of queries and keys. The order is that of Baroni et al. 2025's public code.
     """
     gaps = (*cfg.gate_gaps, 0)
-    firsts = list(accumulate((gap * cfg.n_layer for gap in gaps[:3]), initial=cfg.gate_start))
+    blocks = cfg.n_layer - cfg.taper_from_layer
+    firsts = list(accumulate((gap * blocks for gap in gaps[:3]), initial=cfg.gate_start))
     steps = []
     for site in sites:
         block, kind = site.split(".", 2)[1:] if site.startswith("blocks.") else (0, site)
         turn = ORDER[kind]
-        steps.append(firsts[turn] + gaps[turn] * int(block))
+        steps.append(firsts[turn] + gaps[turn] * (int(block) - cfg.taper_from_layer))
     return steps
 
 

@@ -54,6 +54,7 @@ VARIANTS = {
     "layernorm-final": {"norm": "layernorm", "taper": "final"},
     "layernorm-all": {"norm": "layernorm", "taper": "all"},
     "layernorm-all-nobias": {"norm": "layernorm", "taper": "all", "norm_bias": False},
+    "layernorm-all-from-1": {"norm": "layernorm", "taper": "all", "taper_from_layer": 1},
     "layernorm-all-fake": {
         "norm": "layernorm", "taper": "all", "calibration": "mean_scale", "aux_weight": 0.1,
         "anchor_target": "batch",

@@ -236,6 +236,7 @@ def test_decode_repeats_the_same_step():
         ["--norm=coupled", "--mlp=gelu_erf", "--qkv_bias=True", "--dropout=0.1"],
         ["--norm=cbwc", "--bias=True", "--rope_scaling=8,1,4,16"],
         ["--norm=cbwc"],
+        ["--norm=layernorm", "--taper=all", "--taper_from_layer=1"],
         ["--norm=dyt"],
         ["--norm=derf", "--dyt_alpha=1,1,2"],
         ["--norm=layernorm", "--norm_bias=False"],

@@ -45,6 +45,7 @@ CHANGES = {
     "coupled": {"norm": "coupled"},
     "cbwc": {"norm": "cbwc"},
 }
+FROM_1 = {"taper_from_layer": 1}
 EXACT, SINGLE = 1e-9, 1e-5  # of the logit scale: in float64; in float32, at two layers
 
 
@@ -159,7 +160,8 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
         ("ours", "all", {"norm": "layernorm"}), ("llama", "internal", {"norm": "layernorm"}),
         ("gpt2", "internal", {"norm_bias": False, "bias": False}), ("gpt2", "all", {"taper": "final"}),
         ("qwen3", "internal", {"taper_qk": True}), ("ours", "coupled", {"coupled_from_layer": 1}),
-        ("ours", "coupled", {"coupled_floor": True}),
+        ("ours", "coupled", {"coupled_floor": True}), ("ours", "all", {"norm": "layernorm", **FROM_1}),
+        ("qwen3", "internal", {"taper_qk": True, **FROM_1}),
     ],
 )  # fmt: skip
 def test_what_else_may_stand_where_a_norm_was(shape, change, knobs, saved, tmp_path, code_cache):
@@ -465,6 +467,7 @@ def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
         ("llama", "baseline", {}, "it has all its norms, so there is nothing to take out; --to=hf writes"),
         ("llama", "internal", {}, "taper=internal keeps the output norm, and a stock class has one eps"),
         ("ours", "all", {"taper": "final"}, "taper=final keeps the blocks' norms"),
+        ("llama", "all", FROM_1, "taper=all keeps the norms of blocks below 1"),
         ("llama", "coupled", {}, "no stock class computes norm=coupled; use --to=hf"),
         ("gpt2", "cbwc", {}, "no stock class computes norm=cbwc; use --to=hf"),
         ("ours", "baseline", {"norm": "dyt"}, "no stock class computes norm=dyt; use --to=hf"),

@@ -18,7 +18,7 @@ ANOTHER = {
     "gate_start": 6, "ema_rate": 0.5, "gate_end": 9, "gate_end_ratio": 0.75, "calib_skip_first": True,
     "sink_multiple": 1.2, "calibration": "mean_scale", "gate_schedule": "linear", "gate_gaps": "2,2,3",
     "anchor_target": "batch", "anchor_unit": "relative", "coupled_grad": True, "coupled_from_layer": 1,
-    "coupled_floor": True, "norm_bias": False, "site_far": 1,
+    "taper_from_layer": 1, "coupled_floor": True, "norm_bias": False, "site_far": 1,
     "dyt_alpha": "(1,1,1)", "kl_weight": 0.5, "ce_weight": 0.5, "adapter_rank": 2, "adapter_alpha": 3,
     "adapter_targets": "qkv", "min_lr": 1e-4, "lr_decay_iters": 40,
 }  # fmt: skip
@@ -26,7 +26,8 @@ SHORT = {"max_iters": 12, "eval_interval": 12, "ckpt_interval": 12, "gate_start"
 PLAIN = {**SHORT, "taper": "none", "aux_weight": 0}
 REFUSED_UNREAD = {
     "calib_skip_first", "sink_multiple", "calibration", "gate_gaps", "anchor_target", "anchor_unit",
-    "coupled_grad", "coupled_from_layer", "coupled_floor", "norm_bias", "dyt_alpha", "site_far",
+    "coupled_grad", "coupled_from_layer", "coupled_floor", "taper_from_layer", "norm_bias",
+    "dyt_alpha", "site_far",
 }  # fmt: skip
 RUNS = {
     "the baseline": PLAIN,

@@ -17,9 +17,9 @@ from nanonorm.errors import BadInput, ModelError
 ALLOWED = FOLD_TOLERANCE  # largest error of a logit, of the spread of the logits
 EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
 SITES = {
-    "internal": "the two norms of every block",
+    "internal": "the two norms of {}",
     "final": "the norm before the output head",
-    "all": "every norm of the residual stream, the one before the output head too",
+    "all": "the two norms of {} and the one before the output head",
 }
 REPLACED = "There is no norm to remove: element-wise functions stand where norms would ({})."
 OTHERWISE = {
@@ -118,7 +118,9 @@ def removed(c: ModelConfig, kind: str) -> str:
     if c.taper == "none":
         return OTHERWISE.get(c.norm, "Nothing is removed: this is the network with all its norms.")
     norm = "LayerNorm" if c.norm == "layernorm" else "RMSNorm"
-    sites = SITES[c.taper] + (", those of queries and keys" if c.taper_qk else "")
+    some = f"blocks {c.taper_from_layer} to {c.n_layer - 1} (of 0 to {c.n_layer - 1})"
+    sites = SITES[c.taper].format(some if c.taper_from_layer else "every block")
+    sites += ", those of queries and keys" if c.taper_qk else ""
     left = "moved into the matrix beside it" if c.form == "folded" else "kept as an element-wise step"
     if kind in ("stock", "gguf"):
         left = "the gain of a norm that does nothing else"

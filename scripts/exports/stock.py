@@ -79,8 +79,9 @@ def refuse(model: Transformer):
         raise ModelError(f"no stock class computes norm={c.norm}; use --to=hf or --to=onnx")
     if c.form not in ("folded", "unfused"):
         raise ModelError(f"form={c.form} keeps its norms; a stock class needs them gone: --form=unfused")
-    if c.taper != "all":
+    if c.taper != "all" or c.taper_from_layer:
         kept = "the output norm" if c.taper == "internal" else "the blocks' norms"
+        kept = f"the norms of blocks below {c.taper_from_layer}" if c.taper_from_layer else kept
         why = f"taper={c.taper} keeps {kept}, and a stock class has one eps for all of its norms"
         raise ModelError(f"{why}; train with taper=all, or use --to=hf or --to=onnx")
     if c.qk_norm and not c.taper_qk:

@@ -1,0 +1,100 @@
+"""taper_from_layer: the blocks below it keep their norms."""
+
+import pytest
+import torch
+from conftest import batch, norm_names, scale_of_difference, tiny, tokens
+from running import assert_goes_on_from, flags, metrics, refused, train
+from test_gates import FAKE, ONE_BY_ONE, small_run, whole_run
+
+from bench import with_norm
+from forms import fold, load_model
+from model import FakeLNBlock, Taper
+from nanonorm.scale import site_losses
+from nanonorm.schedules import drop_steps
+
+EXACT = 1e-12  # float64: the same sums in another order
+QK = {"qk_norm": True, "taper_qk": True}
+
+
+@pytest.mark.parametrize("variant, more", [("rmsnorm-internal", QK), ("layernorm-all", {}), (FAKE, {})])
+@pytest.mark.parametrize("gate", [0.3, 0.0])
+def test_blocks_below_compute_as_if_their_gates_stayed_at_1(variant, more, gate):
+    """Losses and gradients are those of the whole taper with these gates up; at 0 those of phase "scale"."""
+    whole = tiny(variant, phase="blend", **more)
+    some = tiny(variant, phase="blend" if gate else "scale", taper_from_layer=1, **more)
+    some.load_state_dict({name: whole.state_dict()[name] for name in some.state_dict()})
+    kept = [site for site in whole.gate_sites() if site.startswith("blocks.0.")]
+    assert whole.gate_sites()[len(kept) :] == some.gate_sites() and kept
+    some.gate.fill_(gate)
+    whole.gate.copy_(torch.cat((torch.ones(len(kept)), some.gate)))
+    x, y = batch()
+    losses = [model(x, y).total for model in (whole, some)]
+    assert scale_of_difference(*losses) <= EXACT
+    for total in losses:
+        total.backward()
+    theirs = dict(whole.named_parameters())
+    for name, p in some.named_parameters():
+        if p.requires_grad:
+            assert (p.grad - theirs[name].grad).abs().max() <= 1e-10 * (1 + p.grad.abs().max()), name
+
+
+def test_a_fold_takes_the_norms_above_alone():
+    model, idx = tiny("layernorm-all-from-1", **QK, n_layer=3, norm_eps=1e-3).eval(), tokens(2, 16)
+    assert not any(isinstance(m, Taper) for m in model.blocks[0].modules())
+    folded = fold(model)
+    assert norm_names(folded) == [
+        f"blocks.0.{norm}" for norm in ("norm_attn", "attn.norm_q", "attn.norm_k", "norm_mlp")
+    ]
+    with torch.no_grad():
+        assert scale_of_difference(folded(idx), model(idx)) <= 1e-9
+    assert torch.equal(
+        folded.generate(idx[:, :4], 6, temperature=0), model.generate(idx[:, :4], 6, temperature=0)
+    )
+
+
+def test_one_by_one_begins_with_the_first_block_that_tapers():
+    cfg, step = small_run(**ONE_BY_ONE, n_layer=4, taper_from_layer=2, max_iters=16)
+    blocks = step.model.blocks
+    assert [isinstance(block, FakeLNBlock) for block in blocks] == [False, False, True, True]
+    _, as_two = small_run(**ONE_BY_ONE, max_iters=16)
+    assert drop_steps(cfg, step.model.gate_sites()) == drop_steps(as_two.cfg, as_two.model.gate_sites())
+    losses = whole_run(step, cfg)
+    assert step.model.phase == "scale" and all(map(torch.isfinite, map(torch.tensor, losses)))
+
+
+def test_the_site_loss_goes_on_at_every_norm():
+    model = tiny(
+        "rmsnorm-internal", phase="blend", taper_from_layer=1, site_weight=1.0, calib_skip_first=True
+    )
+    assert [*site_losses(model)] == ["0.attn", "0.mlp", "1.attn", "1.mlp"]
+    assert all(site.skip_first for site in site_losses(model).values())
+    assert [*model.taper_norms()] == ["1.attn", "1.mlp"]
+
+
+def test_a_benchmark_has_the_same_blocks():
+    shape = tiny("layernorm-all-from-1").config
+    found = {taper: with_norm(shape, "layernorm", taper) for taper in ("all", "internal", "none")}
+    assert {taper: c.taper_from_layer for taper, c in found.items()} == {"all": 1, "internal": 1, "none": 0}
+
+
+def test_a_run_of_some_blocks(corpus, tmp_path, capsys):
+    """Resumed it is the same run; its export is read; a run from it keeps the norms, and takes no others."""
+    run = dict(taper_from_layer=1, max_iters=24, gate_start=8, gate_end=20, ckpt_interval=12)
+    train(*flags(tmp_path / "run", corpus, **run))
+    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
+    folded = load_model(tmp_path / "run/folded.pt")
+    assert norm_names(folded) == ["blocks.0.norm_attn", "blocks.0.norm_mlp", "norm_final"]
+    assert folded.meta["fold_error"]["float64"] <= 1e-9
+    assert {name for name in metrics(tmp_path / "run")[-1] if "/c." in name} == {
+        "taper/c.1.attn",
+        "taper/c.1.mlp",
+    }
+    more = [
+        f"--init_from={tmp_path / 'run/unfused.pt'}",
+        f"--dataset={corpus}",
+        f"--out_dir={tmp_path / 'more'}",
+    ]
+    more += ["--max_iters=2", "--device=cpu", "--batch_size=4"]
+    assert "taper_from_layer=0 contradicts" in refused(capsys, *more, "--taper_from_layer=0")
+    train(*more)
+    assert norm_names(load_model(tmp_path / "more/folded.pt")) == norm_names(folded)
