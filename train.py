@@ -33,13 +33,14 @@ from nanonorm import machine
 from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
+from nanonorm.gates import Gates
 from nanonorm.metrics import log_line
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import Gradients, clip, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks, data_parallel, local
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
 from nanonorm.scale import site_losses
-from nanonorm.schedules import drop_steps, gate_at, lr_at, mean_gate, phase_at
+from nanonorm.schedules import lr_at, mean_gate
 
 
 @torch.no_grad()
@@ -89,9 +90,7 @@ class Step:
         model.mask_end, model.grad_checkpoint = cfg.mask_end, cfg.grad_checkpoint
         for site in site_losses(model).values():
             site.share = 1 / self.micro_steps
-        self.drop_steps = None  # the step at which each gate falls, where they fall one by one
-        if cfg.gate_gaps is not None:
-            self.drop_steps = torch.tensor(drop_steps(cfg, model.gate_sites()), device=device)
+        self.gates = Gates(model, cfg, device, "kl" if "kl" in self.losses else "ce")
         self.autocast = machine.autocast(device, dtype)
         self.forward = self.compiled = machine.compiled(self.module, Block, cfg, device)
         self.optimizer = make_optimizer(list(self.learns.values()), cfg, device)
@@ -116,24 +115,17 @@ class Step:
     def at(self, step: int):
         """Set a step's phase, gates and learning rate. Raises: ModelError if there is nothing to calibrate
         on."""
-        phase = phase_at(step, self.cfg)
+        phase = self.gates.phase(step)
         if phase != self.model.phase:
             if self.model.phase == "norm":
                 self.model.calibrate()
             self.enter(phase)
-        self.set_gate(step)
+        self.gates.set(step)
         self.at_step = step
         self.number.fill_(step)
         lr = lr_at(step, self.cfg)
         for group in self.optimizer.param_groups:  # a graph sees only what tensors hold
             group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
-
-    def set_gate(self, step: int):
-        """Set the gates of a step, with nothing that comes from the host's memory."""
-        if self.drop_steps is None:
-            self.model.gate.fill_(gate_at(step, self.cfg))
-        else:
-            self.model.gate.copy_(self.drop_steps > step)
 
     def seed_dropout(self, step: int, micro: int):
         """Make dropout's masks a function of (seed, step, micro-batch over all ranks), as the batches are."""
@@ -160,6 +152,7 @@ class Step:
             found = [getattr(losses, name).detach() for name in self.losses]
             sums = torch.stack((*found, torch.ones_like(losses.ce)))
             self.totals.add_(sums.to(self.totals.dtype))
+            self.gates.add(losses)
         self.model.update_statistics(self.ranks.sum)
         parts = self.gradients.parts()
         norms = self.gradients.norms(parts)
@@ -169,6 +162,7 @@ class Step:
         finite = torch.isfinite(total_norm) & torch.isfinite(self.totals).all()
         first_bad = torch.minimum(self.bad_step, self.number)
         self.bad_step.copy_(torch.where(finite, self.bad_step, first_bad))
+        self.gates.observe(self.number, self.bad_step == self.cfg.max_iters, self.ranks.sum)
         if self.fused:
             self.optimizer.found_inf = (self.bad_step < self.cfg.max_iters).float()
         if self.fused or self.bad_step.item() == self.cfg.max_iters:  # the unfused one cannot skip by itself
@@ -190,6 +184,7 @@ class Step:
             live = self.module.to_file({}) | {"optimizer": self.optimizer.state_dict()}
             parts.load(start.file, start.source, live, self.ranks)
             take_norms(self.model)
+        self.gates.resume(start)
         sums = sums_of(start, self.losses)
         sums *= self.cfg.gradient_accumulation_steps / start.file["run"].gradient_accumulation_steps
         if self.ranks.main:
@@ -218,7 +213,7 @@ class Step:
         tensor. batch_of: step -> its (x, y). Raises: SystemExit."""
         bad = self.first_bad()
         if bad is not None:
-            self.set_gate(bad)
+            self.gates.set(bad)
             self.graph = self.last = None  # a graph keeps the memory of a whole step
             where = first_nonfinite(self.module, self.with_masks(batch_of(bad), bad), self.autocast)
             raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
@@ -309,6 +304,7 @@ def main(held: ExitStack):
 
     def checkpoint():
         step.gather_totals()
+        progress.gates = step.gates.kept()
         folder.save(module, model, step.optimizer, step.totals, origin)
 
     if progress.iter == 0:
@@ -345,12 +341,12 @@ def main(held: ExitStack):
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step
 
         # look, where it is time to
-        is_last, boundary = k + 1 == cfg.max_iters, phase_at(k + 1, cfg) != model.phase
+        is_last, boundary = k + 1 == cfg.max_iters, step.gates.phase(k + 1) != model.phase
         intervals = (cfg.log_interval, cfg.eval_interval, cfg.ckpt_interval)
         logs, evals, saves = (is_last or (k + 1) % n == 0 for n in intervals)
         if logs or evals or saves or boundary or stop:
             step.check(batch_of, remedy, weights=saves or bool(stop))
-        step.set_gate(k + 1)  # a log line describes the model after its step
+        step.gates.set(k + 1)  # a log line describes the model after its step
         line = {}
         if logs:
             speed = (k + 1 - clock_iter) * tokens_per_iter / (time.perf_counter() - clock)
@@ -377,6 +373,8 @@ def main(held: ExitStack):
         sys.exit(128 + stop)
 
     # --- the exports
+    if why_not := step.gates.why_up():
+        raise SystemExit(f"train.py: {why_not}")
     if cfg.shard:
         module = sharded.gathered()
         model = getattr(module, "student", module)

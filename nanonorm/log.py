@@ -25,6 +25,7 @@ SOMETIMES = (
     "val/",
     "train/spike",
     "grad/",
+    "gate/",
     "taper/residual.",
     "taper/sinks.",
     "train/site",

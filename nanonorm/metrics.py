@@ -33,7 +33,7 @@ def log_line(step, done: int, tokens_per_s: float, peak: float) -> dict[str, flo
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
     if model.taper_norms():
-        line |= {"gate": mean_gate(model.gate), **taper_metrics(model)}
+        line |= {"gate": mean_gate(model.gate), **step.gates.metrics(), **taper_metrics(model)}
     return line
 
 

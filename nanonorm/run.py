@@ -87,6 +87,8 @@ class Progress(Record):
     iter: Whole = 0  # steps done
     run_id: str  # of wandb
     totals: Annotated[torch.Tensor, AfterValidator(sums)] | None = None  # of losses since the last log line
+    # of gates that wait (nanonorm/gates.py)
+    gates: Annotated[torch.Tensor, AfterValidator(sums)] | None = None
     val: dict[str, Any] = Field(default_factory=dict)  # what the last validation found
     logged: Whole = 0  # lines of the log
 

@@ -153,4 +153,8 @@ def gate_remarks(cfg) -> list[str]:
     if tapers(cfg) and cfg.gate_end_ratio < 1 and cfg.gate_end != end_by_ratio(cfg):
         who = "gate_gaps set" if one_by_one else "the settings have"
         notes.append(f"{who} gate_end={cfg.gate_end}: gate_end_ratio={cfg.gate_end_ratio} is not read")
+    if tapers(cfg) and cfg.gate_budget is not None and cfg.gate_end == cfg.max_iters:
+        notes.append(
+            "a gate that waits once will not reach 0 by max_iters, which is gate_end; set that earlier"
+        )
     return notes

@@ -129,7 +129,7 @@ def test_gates_that_go_down_alike(schedule):
     _, step = small_run("rmsnorm-all-aux", gate_schedule=schedule, gate_end=23)
     curve = {"cosine": lambda t: (1 + torch.cos(torch.pi * t)) / 2, "linear": lambda t: 1 - t}[schedule]
     for k in range(40):
-        step.set_gate(k)
+        step.gates.set(k)
         t = torch.tensor((k - 3) / 20, dtype=torch.float64).clamp(0, 1)
         assert step.model.gate.tolist() == pytest.approx([curve(t).item()] * 5, abs=1e-15)
 
@@ -141,7 +141,7 @@ def test_gates_that_go_down_one_by_one():
     assert replace(cfg, taper="internal", gate_end=None).resolve().gate_end == 12  # the last one of a block
     place = step.model.gate.data_ptr()
     for k in range(40):
-        step.set_gate(k)
+        step.gates.set(k)
         assert step.model.gate.tolist() == [float(k < drop) for drop in steps]
     assert step.model.gate.data_ptr() == place  # a CUDA graph reads the same memory
 
