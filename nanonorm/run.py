@@ -444,7 +444,7 @@ class RunFolder:
             self.metrics.sync()  # the log reaches the disk first, so no line is missing behind a checkpoint
             progress.logged = self.metrics.logged
         meta = {"iter": progress.iter, "phase": model.phase, "gate": model.gate.tolist(), **meta}
-        kept = progress.model_dump() | {"totals": totals.cpu()}
+        kept = progress.model_dump(exclude_none=True) | {"totals": totals.cpu()}
         file = module.to_file(meta) | {"optimizer": optimizer.state_dict(), "run": asdict(self.settings)}
         file |= {"progress": kept}
         if self.settings.shard:

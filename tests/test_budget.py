@@ -20,7 +20,11 @@ from nanonorm.run import Beginning, Progress
 from train import Step
 
 START, END = 3, 23
-SCHEDULES = {"cosine": {"gate_end": END}, "linear": {"gate_schedule": "linear", "gate_end": END}}
+SCHEDULES = {
+    "cosine": {"gate_end": END},
+    "linear": {"gate_schedule": "linear", "gate_end": END},
+    "sequential": {"gate_schedule": "sequential", "gate_gaps": (4, 8, 8)},  # of one block: END too
+}
 EVERY = {"rmsnorm-all-aux": SCHEDULES["cosine"], FAKE: ONE_BY_ONE}
 
 
@@ -45,14 +49,27 @@ def gates_of(watched: str = "ce", schedule: str = "linear", micro_steps: int = 1
     return Gates(model, Config(**run).resolve(), CPU, watched)
 
 
-def one_step(gates: Gates, k: int, losses: list[float]):
+def one_step(gates: Gates, k: int, losses: list[float], all_reduce=lambda t: None):
     """Optimizer step k as train.Step has it, of micro-batches with these losses."""
     gates.model.set_phase(gates.phase(k))
     gates.set(k)
     for loss in losses:
         gates.add(SimpleNamespace(ce=torch.tensor(loss), kl=torch.tensor(loss)))
     healthy = torch.tensor(all(torch.isfinite(torch.tensor(losses))))
-    gates.observe(torch.tensor(k), healthy, lambda t: None)
+    gates.observe(torch.tensor(k), healthy, all_reduce)
+
+
+def test_ranks_share_a_step():
+    """Each adds its micro-batches; the sum over ranks is what a rank alone has."""
+    alone, *ranks = (gates_of("kl", micro_steps=2) for _ in range(3))
+    for k in range(START + 8):
+        losses = [0.1 * k, 0.3]
+        one_step(alone, k, losses)
+        together = sum(losses)
+        for gates, loss in zip(ranks, losses, strict=True):
+            one_step(gates, k, [loss], lambda t, together=together: t.fill_(together))
+            torch.testing.assert_close(gates.state, alone.state)
+    assert 0 < alone.done < 8
 
 
 @given(
@@ -152,7 +169,6 @@ def test_a_run_that_waits(corpus, tmp_path, capsys):
     knobs |= dict(teacher=teacher, gradient_accumulation_steps=2, gate_budget=0.05)
     status = train(*flags(run, corpus, **knobs), expect=None)
     said = "step 32: the gates are not at 0, so nothing is exported: gate_budget=0.05 let "
-    print(status, [(x["gate/steps"], x["gate/excess"], x["gate"]) for x in metrics(run) if "gate/steps" in x])
     assert status.startswith(f"train.py: {said}") and "\n" not in status
     assert not any((run / name).exists() for name in ("unfused.pt", "folded.pt"))
     lines = metrics(run)

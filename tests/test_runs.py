@@ -17,6 +17,7 @@ from scripts.studies.runs import read_finished
 ANOTHER = {
     "gate_start": 6, "ema_rate": 0.5, "gate_end": 9, "gate_end_ratio": 0.75, "calib_skip_first": True,
     "sink_multiple": 1.2, "calibration": "mean_scale", "gate_schedule": "linear", "gate_gaps": "2,2,3",
+    "gate_budget": 0.5,
     "anchor_target": "batch", "anchor_unit": "relative", "coupled_grad": True, "coupled_from_layer": 1,
     "taper_from_layer": 1, "coupled_floor": True, "norm_bias": False, "site_far": 1,
     "dyt_alpha": "(1,1,1)", "kl_weight": 0.5, "ce_weight": 0.5, "adapter_rank": 2, "adapter_alpha": 3,
