@@ -36,6 +36,8 @@ def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype, hollo
         start.file["state"] = thin(start.file["state"])
     teacher = make_teacher(start, hollow)
     model = make_model(start, corpus, data_folder, hollow)
+    if start.file is not None and not changes_norm(model, start):
+        start.file["state"] = {}  # so that what the network lets go of is free
     model.end_token = corpus.get("end_token_id")
     if teacher is None:
         return with_rope(model.to(wide)), model
@@ -98,14 +100,12 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
     cfg = start.settings
     if cfg.teacher is None:
         return None
-    file, path = given_weights(cfg.teacher)
+    file, path = given_weights(cfg.teacher, hollow)
     refuse_to_write_over(path, cfg.out_dir)
     longest = config_of(file, path).block_size
     if longest < cfg.block_size:
         raise BadInput(f"block_size={cfg.block_size} is longer than the {longest} of {path}")
     sha256 = None if hollow else fingerprint(file["state"])
-    if hollow:
-        file["state"] = thin(file["state"])
     teacher = untapered(file, path, cfg.block_size)
     teacher.meta["id"] = {"path": str(path), "sha256": sha256}
     if start.source is not None:
@@ -163,13 +163,17 @@ def provenance(model: Transformer, corpus: dict, device, dtype, ranks: int) -> d
 # in words
 
 
+def changes_norm(model: Transformer, start: Beginning) -> bool:
+    """Whether a network, of no student, is begun from weights with another norm."""
+    begins = start.given is not None and start.settings.teacher is None
+    return begins and model.config.norm != ModelConfig(**start.file["config"]).norm
+
+
 def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
     """How far a network begun with another norm is from the one it was begun from; nothing of any other."""
-    if start.given is None or start.settings.teacher is not None:
+    if not changes_norm(model, start):
         return []
     base = config_of(start.file, start.given)
-    if model.config.norm == base.norm:
-        return []
     before = untapered(start.file, start.given, model.config.block_size).to(model.tok_emb.weight.dtype)
     x, y = few_windows(val_tokens, model.config)
     found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))

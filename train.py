@@ -37,7 +37,7 @@ from nanonorm.gates import Gates
 from nanonorm.metrics import log_line
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import Gradients, clip, make_optimizer
-from nanonorm.ranks import Interrupt, Ranks, data_parallel, local
+from nanonorm.ranks import Interrupt, Ranks, data_parallel, deal, local
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
 from nanonorm.scale import site_losses
 from nanonorm.schedules import lr_at, mean_gate
@@ -108,8 +108,7 @@ class Step:
         self.trained = {name: p for name, p in self.learns.items() if p.requires_grad}
         self.gradients = Gradients(list(self.trained.values()), self.ranks, self.cfg.shard)
         if self.ranks.size > 1 and not self.cfg.shard:
-            equal = self.forward is not self.compiled  # since the phase before
-            self.forward = data_parallel(self.compiled, equal)
+            self.forward = data_parallel(self.compiled)
         self.graph = machine.Replayed(self.update) if self.cfg.cuda_graph else None
 
     def at(self, step: int):
@@ -277,13 +276,13 @@ def main(held: ExitStack):
     data_folder = corpus_folder(cfg.dataset)
     ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
-    model, module = make_trained(start, corpus, data_folder, dtype, hollow=cfg.shard and not ranks.main)
+    model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks()
     if ranks.main:
         notes += change_of(model, start, torch.from_numpy(val_tokens))
     whole_on = torch.device("cpu") if cfg.shard else device
     if not cfg.shard:
-        module.to(device)
+        deal(module, device, ranks)
     if ranks.main:
         notes += distance_of(module, start, torch.from_numpy(val_tokens), whole_on, dtype)
     if cfg.shard:
@@ -295,6 +294,8 @@ def main(held: ExitStack):
     if start.source is not None:
         step.resume(start)
     start.file = progress.totals = None  # frees the copies
+    if cfg.shard or device.type != "cpu":
+        machine.release_garbage()
 
     # --- run folder
     folder = RunFolder(start, ranks)

@@ -205,8 +205,9 @@ def header(path: Path) -> tuple[dict, dict[str, Stored]]:
     return said, {name: t._replace(offset=start + t.offset) for name, t in tensors.items()}
 
 
-def read_gguf(path: Path, dtype: torch.dtype) -> dict:
-    """{"config", "state", "meta"} of a GGUF file, its weights as `dtype`.
+def read_gguf(path: Path, dtype: torch.dtype, hollow: bool = False) -> dict:
+    """{"config", "state", "meta"} of a GGUF file, its weights as `dtype`. hollow: matrices are not read, and
+    are on the meta device.
 
     All is checked before the first tensor is made, but for finite values, which from_file looks for. Beside
     the weights it takes the header and PIECE bytes, whatever the quantization.
@@ -227,9 +228,12 @@ def read_gguf(path: Path, dtype: torch.dtype) -> dict:
         ours["rope_scaling"] = rope_scaling(said, tensors, arch, ours, path)
     state = {}
     for own, parts in pieces.items():
-        whole = state[own] = torch.empty(sum(p.rows for p in parts), *parts[0].shape[1:], dtype=dtype)
+        shape = (sum(p.rows for p in parts), *parts[0].shape[1:])
+        there = not hollow or len(shape) == 1
+        whole = state[own] = torch.empty(shape, dtype=dtype, device="cpu" if there else "meta")
         for part, rows in zip(parts, whole.split([p.rows for p in parts]), strict=True):
-            fill(rows, tensors[part.name], path)
+            if there:
+                fill(rows, tensors[part.name], path)
             if heads := turned_heads(arch, part.name, ours):
                 rows.copy_(apart(rows, heads))
     base = {"name": path.name, "architecture": name, "license": said.get("general.license")}

@@ -10,9 +10,10 @@ one, and gguf.py reads it.
 import json
 import os
 import re
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial, reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,34 +38,39 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 # reading
 
 
-def read_pretrained(path: str | Path, dtype: torch.dtype | None = None) -> dict:
+def read_pretrained(path: str | Path, dtype: torch.dtype | None = None, hollow: bool = False) -> dict:
     """{"config", "state", "meta"} of a GGUF file or a Hugging Face folder, as `dtype`; None: float32 of the
-    former, the file's type of the latter. Raises: BadFile, ModelError."""
+    former, the file's type of the latter. hollow: matrices are not read, and are on the meta device. Raises:
+    BadFile, ModelError."""
     path = Path(path)
-    return read_gguf(path, dtype or torch.float32) if is_gguf(path) else read_folder(path, dtype)
+    if is_gguf(path):
+        return read_gguf(path, dtype or torch.float32, hollow)
+    return read_folder(path, dtype, hollow)
 
 
-def read_folder(folder: Path, dtype: torch.dtype | None) -> dict:
+def read_folder(folder: Path, dtype: torch.dtype | None, hollow: bool) -> dict:
     """{"config", "state", "meta"} of a Hugging Face folder, in the file's type or `dtype`.
 
-    Each tensor is memory of its own, filled from the mapped files. All is checked before the first is made,
-    but for finite values, which Transformer.from_file looks for.
+    Each tensor is memory of its own, filled from its file, which is mapped for it alone. All is checked
+    before the first is made, but for finite values, which Transformer.from_file looks for.
     Raises: BadFile for what is damaged or missing, ModelError for what our model cannot be.
     """
     config, path = read_config(folder), folder / "config.json"
     name = architecture_of(config, path)
     family = FAMILIES[name]
     ours = to_ours(config, family, path)
-    with ExitStack() as held:
-        tensors = open_tensors(folder, family.prefix, held)
-        if ours["n_layer"] > len(tensors):
-            raise BadFile(f"{path} says {ours['n_layer']} layers, the files hold {len(tensors)} tensors")
-        pieces = pieces_of(family.names, ours)
-        types = check_tensors(tensors, pieces, folder)
-        if ours["tie_embeddings"] and "lm_head.weight" in tensors:
-            check_tied(tensors, pieces["tok_emb.weight"][0].name, path)
-        dtype = dtype or reduce(torch.promote_types, types)
-        state = {n: assembled(parts, tensors, dtype) for n, parts in pieces.items()}
+    tensors = tensors_in(folder, family.prefix)
+    if ours["n_layer"] > len(tensors):
+        raise BadFile(f"{path} says {ours['n_layer']} layers, the files hold {len(tensors)} tensors")
+    pieces = pieces_of(family.names, ours)
+    types = check_tensors(tensors, pieces, folder)
+    if ours["tie_embeddings"] and "lm_head.weight" in tensors and not hollow:
+        check_tied(tensors, pieces["tok_emb.weight"][0].name, path)
+    dtype = dtype or reduce(torch.promote_types, types)
+    state = {
+        n: shaped(parts, dtype) if hollow and len(parts[0].shape) > 1 else assembled(parts, tensors, dtype)
+        for n, parts in pieces.items()
+    }
     base = {**origin_of(folder), "architecture": name, "license": license_of(folder)}
     base |= {key: config[key] for key in TOKEN_IDS if key in config}
     return {"config": ours, "state": state, "meta": {"base": base}}
@@ -103,9 +109,25 @@ def shards_of(folder: Path) -> list[Path]:
     raise BadFile(f"{folder} holds no weights: no model.safetensors, no model.safetensors.index.json")
 
 
-def open_tensors(folder: Path, prefix: str, held: ExitStack) -> dict:
-    """Name, with its prefix -> (open file, name in it); the files are mapped as long as `held` is open.
-    Buffers that older files carry are left out. Raises: BadFile."""
+class Stored(NamedTuple):
+    """A tensor of a file."""
+
+    path: Path
+    name: str  # in it
+    shape: tuple[int, ...]
+    kind: str  # its type, as safetensors calls it
+
+    def read(self) -> torch.Tensor:
+        """Its values: a view of the file, which is mapped as long as that is there. One mapping for all
+        tensors would fill with the whole file."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
+def tensors_in(folder: Path, prefix: str) -> dict[str, Stored]:
+    """Name, with its prefix -> tensor. Buffers that older files carry are left out. Raises: BadFile."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -113,33 +135,28 @@ def open_tensors(folder: Path, prefix: str, held: ExitStack) -> dict:
     tensors = {}
     for path in shards_of(folder):
         try:
-            file = held.enter_context(safe_open(path, framework="pt"))
+            with safe_open(path, framework="pt") as file:
+                headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no dict
+                found = {name: (tuple(h.get_shape()), h.get_dtype()) for name, h in headers.items()}
         except FileNotFoundError:
             raise BadFile(f"{path} is missing: model.safetensors.index.json names it") from None
         except SafetensorError as e:
             raise BadFile(f"{path} is damaged or cut short ({str(e)[:100]}); fetch it again") from None
-        for name in file.keys():  # noqa: SIM118, a file is no dict
+        for name, header in found.items():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if not re.search(BUFFERS, full):
-                tensors[full] = file, name
+                tensors[full] = Stored(path, name, *header)
     return tensors
-
-
-def values(tensors: dict, name: str) -> torch.Tensor:
-    """A view of the mapped file."""
-    file, own = tensors[name]
-    return file.get_tensor(own)
 
 
 def check_tensors(tensors: dict, pieces: dict, folder: Path) -> list[torch.dtype]:
     """The types of the tensors, which are named and shaped as `pieces` says. Raises: BadFile, ModelError."""
-    headers = {name: file.get_slice(own) for name, (file, own) in tensors.items()}
-    found = {name: tuple(header.get_shape()) for name, header in headers.items()}
+    found = {name: t.shape for name, t in tensors.items()}
     beside = {name: found[name] for name in ("lm_head.weight",) if name in found and name not in pieces}
     families.check_fit(found, pieces, folder, "config.json", beside)
     types = []
     for name in [name for name in found if name not in beside]:
-        kind = headers[name].get_dtype()
+        kind = tensors[name].kind
         if kind not in DTYPES:
             raise ModelError(f"{folder}: {name} is of type {kind}; weights must be {', '.join(DTYPES)}")
         types.append(DTYPES[kind])
@@ -148,23 +165,31 @@ def check_tensors(tensors: dict, pieces: dict, folder: Path) -> list[torch.dtype
 
 def check_tied(tensors: dict, embedding: str, path: Path):
     """Raises: ModelError for a head of its own, which transformers 5 would use and 4 would not."""
-    head, table = values(tensors, "lm_head.weight"), values(tensors, embedding)
+    head, table = tensors["lm_head.weight"].read(), tensors[embedding].read()
     if head.dtype != table.dtype or not torch.equal(head, table):
         said = f"{path} says tie_word_embeddings=True, but lm_head.weight is not {embedding}"
         raise ModelError(f"{said}; say false there if the head is another matrix")
 
 
-def assembled(pieces: list[Piece], tensors: dict, dtype: torch.dtype) -> torch.Tensor:
-    """One of our tensors, in memory of its own. A tensor that is whole in the file keeps the file's layout:
+def assembled(pieces: list[Piece], tensors: dict, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One of our tensors, in memory of its own, as `dtype`; None: the type of its first piece. A tensor that is whole in the file keeps the file's layout:
     GPT-2's matrices stay (in, out) in memory and are seen as (out, in), so its products are the ones
     that transformers makes."""
-    parts = [piece.turned(values(tensors, piece.name)) for piece in pieces]
+    parts = [piece.turned(tensors[piece.name].read()) for piece in pieces]
     if len(parts) == 1:
-        return parts[0].to(dtype, copy=True)
-    whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
+        return parts[0].to(dtype or parts[0].dtype, copy=True)
+    whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
     for rows, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
         rows.copy_(part)
     return whole
+
+
+def shaped(pieces: list[Piece], dtype: torch.dtype) -> torch.Tensor:
+    """The same without values, on the meta device."""
+    first = pieces[0].turned(torch.empty(pieces[0].shape, dtype=dtype, device="meta"))
+    if len(pieces) == 1:
+        return first
+    return first.new_empty(sum(piece.rows for piece in pieces), *first.shape[1:])
 
 
 def origin_of(folder: Path) -> dict:

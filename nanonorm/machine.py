@@ -129,8 +129,13 @@ def keep_freed_memory():
 
 
 def release_garbage():
-    """Collect garbage and, under glibc, return freed memory: what building left behind is not a step's."""
+    """Collect garbage and return freed memory: what building left behind is not a step's."""
     gc.collect()
+    return_freed_memory()
+
+
+def return_freed_memory():
+    """Under glibc, give freed memory back to the system."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # as above
         ctypes.CDLL(None).malloc_trim(0)
 

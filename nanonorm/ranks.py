@@ -8,6 +8,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nanonorm.errors import BadInput
@@ -102,9 +103,28 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def data_parallel(module: torch.nn.Module, equal: bool) -> DistributedDataParallel:
-    """A module whose gradients are means over the ranks. equal: the ranks' weights are so already."""
-    how = {"init_sync": not equal, "gradient_as_bucket_view": True, "broadcast_buffers": False}
+@torch.no_grad()
+def deal(module: nn.Module, device: torch.device, ranks: Ranks):
+    """Bring a module to a device, on every rank with the main one's values, a tensor at a time: others may
+    have it on the meta device. A parameter of two owners stays one."""
+    made = {}
+    for part in module.modules():
+        for name, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if t.is_meta and t not in made:
+                empty = torch.empty_like(t, device=device)
+                made[t] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
+            if t.is_meta:
+                setattr(part, name, made[t])
+    module.to(device)
+    for t in (*module.parameters(), *module.buffers()) if ranks.size > 1 else ():
+        sent = t.contiguous()
+        dist.broadcast(sent, 0)
+        t.copy_(sent)  # if it lies in another order
+
+
+def data_parallel(module: nn.Module) -> DistributedDataParallel:
+    """A module whose gradients are means over the ranks, which have the same weights already."""
+    how = {"init_sync": False, "gradient_as_bucket_view": True, "broadcast_buffers": False}
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # that the last has another name
         return DistributedDataParallel(module, **how)
 

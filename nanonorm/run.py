@@ -59,14 +59,15 @@ def model_file(path: str | Path) -> Path:
     raise BadInput(f"{path} holds no run: no folded.pt, model.pt or ckpt.pt in it")
 
 
-def open_model(name: str | Path) -> tuple[dict, Path]:
+def open_model(name: str | Path, hollow: bool = False) -> tuple[dict, Path]:
     """(file, its path) of a model file, a run folder, a GGUF file, a Hugging Face folder or a hub id: the one
-    door by which a model comes in. Raises: BadInput, ModelError."""
+    door by which a model comes in. hollow: without the values of its matrices, which are then on the meta
+    device; another rank reads them. Raises: BadInput, ModelError."""
     path = find(name)
     if is_pretrained(path):
-        return read_pretrained(path), path
+        return read_pretrained(path, hollow=hollow), path
     path = model_file(path)
-    return read_file(path), path
+    return read_file(path, hollow=hollow), path
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
         if near and not Path(asked.init_from).exists():
             meant = f"did you mean {near[0]}? There is no file or folder of that name"
             raise BadInput(f"init_from={asked.init_from}: {meant}")
-        file, given = given_weights(asked.init_from)
+        file, given = given_weights(asked.init_from, hollow=not ranks.main)
         refuse_to_write_over(given, asked.out_dir)
         return Beginning(asked.started_from(file, explicit, str(given)).resolve(), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
@@ -267,13 +268,13 @@ def beginning_in(files: list[str], settings: type) -> str:
     return "scratch"
 
 
-def given_weights(name: str) -> tuple[dict, Path]:
+def given_weights(name: str, hollow: bool = False) -> tuple[dict, Path]:
     """(file, its path) of the weights to start from: a run's checkpoint, or what else open_model takes.
-    Raises: BadInput, ModelError."""
+    hollow: as there. Raises: BadInput, ModelError."""
     checkpoint = Path(name) / "ckpt.pt"
     if checkpoint.exists():
-        return read_file(checkpoint), checkpoint
-    return open_model(name)
+        return read_file(checkpoint, hollow=hollow), checkpoint
+    return open_model(name, hollow)
 
 
 def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from nanonorm.machine import return_freed_memory
 from nanonorm.ranks import whole
 
 
@@ -111,10 +112,13 @@ class Sharded:
             dist.broadcast(t, 0)
         for (name, p), there in zip(named, has.tolist(), strict=True):
             if there:
-                own = values.pop(name).to(self.device, p.dtype) if self.ranks.main else torch.empty(p.shape)
-                own = own.to(self.device, p.dtype).contiguous()
+                if self.ranks.main:
+                    own = values.pop(name).to(self.device, p.dtype).contiguous()
+                else:  # never filled
+                    own = torch.empty(p.shape, dtype=p.dtype, device=self.device)
                 p.to_local().copy_(distribute_tensor(own, self.mesh, [Shard(0)]).to_local())
                 del own
+                return_freed_memory()
 
     @torch.no_grad()
     def gathered(self) -> nn.Module | None:

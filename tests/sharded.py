@@ -12,17 +12,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conftest import VARIANTS, randomize
-from running import Peak
 
-import begin
 import train
 from config import Config
 from data.sampling import train_batch
-from forms import from_file
-from model import Block, ModelConfig, Transformer
+from model import Block, Transformer
 from nanonorm.adapters import learning, put_on, take_norms
 from nanonorm.distill import Distilled, share
-from nanonorm.files import thin
 from nanonorm.ranks import Ranks, local
 from nanonorm.shard import Sharded
 
@@ -116,27 +112,11 @@ def held() -> int:
 
 
 def bytes_of(step: train.Step) -> dict:
-    """What a training in float32 holds between backward and optimizer, per rank, and the most at start-up."""
+    """What a training in float32 holds between backward and optimizer, per rank."""
     found = []
     step.optimizer.register_step_pre_hook(lambda *_: found.append(held()))
     losses(step)
     return {"held": max(found), "parameters": sum(p.numel() for p in step.model.parameters())}
-
-
-def start_up(ranks: Ranks, path: str) -> dict:
-    """How far this rank's memory rises above what it is before a network is there, while a file that the
-    test wrote is read and dealt out as train.py does it; what it holds then."""
-    begin.given_weights(f"{path}.small")  # imports, and torch's first model without values
-    small = Transformer(ModelConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=8))
-    Sharded(small, Block, CPU, torch.float32, ranks)
-    with Peak() as peak:
-        file, where = begin.given_weights(path)
-        if not ranks.main:
-            file["state"] = thin(file["state"])
-        model = begin.with_rope(from_file(file, where))
-        del file
-        Sharded(model, Block, CPU, torch.float32, ranks)
-    return {"peak": peak.bytes, "model": sum(4 * p.numel() for p in model.parameters())}
 
 
 def main(path: str, *cases: str):
@@ -149,8 +129,6 @@ def main(path: str, *cases: str):
             CASES[case] = LARGE, None
             found[case] = bytes_of(begun(case, ranks, True, torch.float32))
             gc.collect()
-        elif case.endswith(".pt"):
-            found["start"] = start_up(ranks, case)
         else:
             found[case] = losses(begun(case, ranks, True))
     Path(f"{path}.{ranks.rank}").write_text(json.dumps(found))

@@ -26,7 +26,7 @@ from nanonorm import adapters, kernels
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.kernels import NOT_COUNTED
-from nanonorm.ranks import Ranks
+from nanonorm.ranks import Ranks, deal
 from scripts.couple import coupled
 from train import Step
 
@@ -513,20 +513,42 @@ def taught_step(student, module, **knobs) -> Step:
 
 def test_the_weights_go_to_the_other_ranks_once(monkeypatch):
     """The teacher's among them, though DDP is made anew in each phase. One process stands for two here."""
-    made_equal, ranks = [], Ranks()
-    monkeypatch.setattr("torch.nn.parallel.distributed._sync_module_states", lambda **_: made_equal.append(1))
+    sent, ranks = [], Ranks()
+    monkeypatch.setattr(dist, "broadcast", lambda t, of: sent.append(t.data_ptr()))
+    monkeypatch.setattr("torch.nn.parallel.distributed._sync_module_states", lambda **_: sent.append("all"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks.size, (model, _) = 2, pair(dtype=torch.float32)
+        deal(model, torch.device("cpu"), ranks)
         cfg = Config(gradient_accumulation_steps=2, max_iters=10, compile=False).resolve()
         step = Step(model.student, cfg, torch.device("cpu"), torch.float32, ranks, model)
-        assert len(made_equal) == 1
         for phase in ("blend", "scale"):
             step.enter(phase)
             assert isinstance(step.forward, DistributedDataParallel)
     finally:
         dist.destroy_process_group()
-    assert len(made_equal) == 1
+    assert sorted(sent) == sorted(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
+
+
+def test_a_rank_without_values_gets_the_structure_of_the_main_one(monkeypatch):
+    """Shapes, layouts, types, what takes a gradient, and which parameters student and teacher share."""
+    ranks, (full, _) = Ranks(), pair(dtype=torch.float32)
+    matrix = full.student.blocks[0].mlp.down.get_base_layer().weight
+    matrix.data = matrix.data.t().contiguous().t()  # as GPT-2's lie
+    hollow, made = copy.deepcopy(full), {}
+    for part in hollow.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            empty = torch.nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            setattr(part, name, made.setdefault(p, empty) if p.dim() >= 2 else p)
+    values = iter([t.detach().clone() for t in (*full.parameters(), *full.buffers())])
+    monkeypatch.setattr(dist, "broadcast", lambda t, of: t.copy_(next(values)))
+    ranks.size = 2
+    deal(hollow, torch.device("cpu"), ranks)
+    theirs, ours = (dict(m.named_parameters(remove_duplicate=False)) for m in (hollow, full))
+    assert theirs.keys() == ours.keys() and len({*map(id, theirs.values())}) == len({*map(id, ours.values())})
+    for name, p in ours.items():
+        assert torch.equal(theirs[name], p), name
+        assert theirs[name].stride() == p.stride() and theirs[name].requires_grad == p.requires_grad
 
 
 def test_without_adapters_all_of_the_student_learns():

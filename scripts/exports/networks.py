@@ -1,6 +1,5 @@
 """Any causal language model as ids -> logits: ours, an export of ours, or what only transformers reads."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,12 +80,11 @@ def read_export(folder: Path) -> dict:
         said = f"{folder}/nanonorm.json, which says what the network is, cannot be read"
         raise BadFile(f"{said} ({str(e)[:100]}); export it again") from None
     name, twin = nearest(config)
-    with ExitStack() as held:
-        tensors, state = hub.open_tensors(folder, FAMILIES[name].prefix, held), {}
-        for tensor, parts in names_for(FAMILIES[name], twin, skeleton(config, folder).state_dict()).items():
-            if missing := [part.name for part in parts if part.name not in tensors]:
-                raise BadFile(f"{folder} is not whole: tensor {missing[0]} is missing; export it again")
-            state[tensor] = hub.assembled(parts, tensors, hub.values(tensors, parts[0].name).dtype)
+    tensors, state = hub.tensors_in(folder, FAMILIES[name].prefix), {}
+    for tensor, parts in names_for(FAMILIES[name], twin, skeleton(config, folder).state_dict()).items():
+        if missing := [part.name for part in parts if part.name not in tensors]:
+            raise BadFile(f"{folder} is not whole: tensor {missing[0]} is missing; export it again")
+        state[tensor] = hub.assembled(parts, tensors)
     # its corpus names the tokens that the network was trained on
     return {"config": facts["network"], "state": state, "meta": {"corpus": facts.get("corpus") or {}}}
 
