@@ -172,9 +172,9 @@ def check_tied(tensors: dict, embedding: str, path: Path):
 
 
 def assembled(pieces: list[Piece], tensors: dict, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One of our tensors, in memory of its own, as `dtype`; None: the type of its first piece. A tensor that is whole in the file keeps the file's layout:
-    GPT-2's matrices stay (in, out) in memory and are seen as (out, in), so its products are the ones
-    that transformers makes."""
+    """One of our tensors, in memory of its own, as `dtype`; None: the type of its first piece. A tensor that
+    is whole in the file keeps the file's layout: GPT-2's matrices stay (in, out) in memory and are seen as
+    (out, in), so its products are the ones that transformers makes."""
     parts = [piece.turned(tensors[piece.name].read()) for piece in pieces]
     if len(parts) == 1:
         return parts[0].to(dtype or parts[0].dtype, copy=True)

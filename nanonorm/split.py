@@ -32,6 +32,7 @@ def other_split(now, before) -> list[str]:
     follows_batch = now.aux_weight > 0 and now.anchor_target == "batch"
     own = {"dropout's masks": now.dropout, "mask_end's means": now.mask_end}
     own |= {"the means that anchor_target=batch holds to": follows_batch}
+    own |= {"the medians that sink_multiple goes by": now.sink_multiple is not None}
     changed = " and ".join(what for what, happens in own.items() if happens)
     but_for = f", but for {changed}, which are a micro-batch's own" if changed else ""
     split = f"a step's windows go through as {as_split(now)}, not {as_split(before)}"

@@ -16,8 +16,10 @@ import copy
 import json
 import math
 import sys
+import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,10 +36,10 @@ from nanonorm.cli import finish, parse
 from nanonorm.distill import Distilled, share
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.families import FAMILIES, architecture_of, to_ours
-from nanonorm.files import read_file
 from nanonorm.hub import find, is_pretrained, read_config
 from nanonorm.kernels import LOGITS_AT_ONCE, WHOLE_LOGITS, turned_off
-from nanonorm.run import model_file
+from nanonorm.log import say
+from nanonorm.run import open_model
 from nanonorm.typed import Count, Positive
 
 LEFT = 0.1  # of a card
@@ -55,13 +57,6 @@ SHAPES = {  # weights -> layers, width, heads and the rest
     "Qwen/Qwen3-0.6B": (28, 1024, 16, _qwen | {"hidden": 3072}),
     "Qwen/Qwen3-1.7B": (28, 2048, 16, _qwen | {"hidden": 6144}),
     "Qwen/Qwen3-8B": (36, 4096, 32, _qwen_8b),
-}  # fmt: skip
-COUPLED = {  # what scripts/couple.py makes of them -> (them, blocks kept)
-    "out/llama_1b_coupled": ("meta-llama/Llama-3.2-1B-Instruct", 4),
-    "out/llama_3b_coupled": ("meta-llama/Llama-3.2-3B-Instruct", 4),
-    "out/smollm2/start": ("HuggingFaceTB/SmolLM2-135M", 0),
-    "out/qwen_0_6b_coupled": ("Qwen/Qwen3-0.6B", 1), "out/qwen_1_7b_coupled": ("Qwen/Qwen3-1.7B", 1),
-    "out/qwen_8b_coupled": ("Qwen/Qwen3-8B", 1),
 }  # fmt: skip
 
 
@@ -81,27 +76,28 @@ class Part(NamedTuple):
     numbers: int = 0
 
 
-def shape_of(name: str) -> ModelConfig | None:
-    """The architecture of weights in SHAPES, or that couple.py makes of some."""
-    of, kept = COUPLED.get(name, (name, None))
-    if of not in SHAPES:
+def shape_of(name: str | None) -> ModelConfig | None:
+    """The architecture of weights in SHAPES."""
+    if name not in SHAPES:
         return None
-    n_layer, n_embd, n_head, rest = SHAPES[of]
-    norm = {} if kept is None else {"norm": "coupled", "coupled_from_layer": kept}
-    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head, block_size=1024, **rest | norm)
+    n_layer, n_embd, n_head, rest = SHAPES[name]
+    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head, block_size=1024, **rest)
 
 
-def hollow_file(name: str) -> dict:
-    """The file of some weights, without values. Raises: BadInput, ModelError."""
-    config = shape_of(name)
-    if config is None:
+def hollow_file(name: str, teacher: str | None = None) -> dict:
+    """The file of some weights, without values; where there is none yet, what scripts/couple.py makes of the
+    teacher. Raises: BadInput, ModelError."""
+    config, of_teacher = shape_of(name), shape_of(teacher)
+    if config is None and of_teacher is not None and not Path(name).exists():
+        say(f"{name} is not there yet: counted as {teacher} with norm=coupled but for its first block")
+        config = replace(of_teacher, norm="coupled", coupled_from_layer=1)
+    elif config is None:
         path = find(name, weights=False)
         if is_pretrained(path) and path.is_dir():
             keys = read_config(path)
             config = ModelConfig(**to_ours(keys, FAMILIES[architecture_of(keys, path)], path))
         else:
-            path = model_file(path)
-            config = config_of(read_file(path), path)
+            config = config_of(*open_model(path, hollow=True))
     return {"config": asdict(config), "state": skeleton(config, name, trains=True).state_dict(), "meta": {}}
 
 
@@ -115,7 +111,7 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
         cfg = asked.resolve()
         model = skeleton(cfg.model_config(corpus.get("vocab_size")), "this run", trains=True)
     else:
-        file = hollow_file(asked.init_from)
+        file = hollow_file(asked.init_from, asked.teacher)
         cfg = asked.started_from(file, explicit, asked.init_from).resolve()
         model = begun_from(file, cfg.model_config(), asked.init_from)
     dtype = number_type(cfg)
@@ -177,7 +173,7 @@ def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
     autocast = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
     kept = []
     model = copy.deepcopy(model).train()
-    with FakeTensorMode(), turned_off():
+    with FakeTensorMode(), turned_off(), warnings.catch_warnings(action="ignore"):  # torch's, on mixed types
         fake(model)
         ours |= {p.untyped_storage()._cdata for p in model.parameters()}
         ids = torch.zeros(cfg.batch_size, config.block_size, dtype=torch.long)

@@ -677,6 +677,9 @@ def test_a_resumed_run_may_split_its_steps_otherwise():
     held = resplit(fake, batch_size=8, gradient_accumulation_steps=2)
     held = other_split(held, Config(**fake))
     assert "but for the means that anchor_target=batch holds to" in held[0]
+    sinks = {"taper": "internal", "sink_multiple": 2.0}
+    sinks = other_split(resplit(sinks, batch_size=8, gradient_accumulation_steps=2), Config(**sinks))
+    assert sinks[0].endswith("but for the medians that sink_multiple goes by, which are a micro-batch's own")
 
 
 @pytest.mark.parametrize("asked", [{"batch_size": 4}, {"gradient_accumulation_steps": 4}])

@@ -14,15 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
 import data
+from config import Config
 from data import open_corpus, summed, token_sums
 from data.local import CUT, documents
+from data.sampling import train_batch
 from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
+from nanonorm.ranks import Ranks
 
 MODULES = [Path(json.__file__).read_text(), Path(re.__file__).read_text()]
 SOURCE = [*MODULES, "\tif x:\n\t\treturn\n", "\0 \u2585 \u2581 caf\u00e9"]
@@ -211,6 +215,23 @@ WRONG = {"vocab_size": 1, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.
 
 
 NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source")
+
+
+def test_a_steps_windows_do_not_depend_on_its_split():
+    """Drawn 8 at a time they stay the same, in their order, in micro-batches of any size on any ranks."""
+    tokens, began = torch.arange(30_000, dtype=torch.int16), Config(batch_size=8)
+    wanted = train_batch(tokens, began, 5, range(3), "cpu")[0].flatten(0, 1)  # (24, T)
+    assert len(wanted[:, 0].unique()) > 20
+    for size in (1, 2, 3, 4, 6, 8, 12, 24):
+        cfg = Config(batch_size=size, gradient_accumulation_steps=24 // size, draw_size=8)
+        for world in (1, 2, 3, 4):
+            found, ranks = {}, Ranks()
+            ranks.size = world if 24 // size % world == 0 else 1
+            for rank in range(ranks.size):
+                ranks.rank = rank
+                indices = [ranks.index(micro) for micro in range(24 // size // ranks.size)]
+                found |= zip(indices, train_batch(tokens, cfg, 5, indices, "cpu")[0], strict=True)
+            assert torch.equal(torch.cat([found[i] for i in range(24 // size)]), wanted)
 
 
 def test_a_manifest_must_hold_what_a_reader_needs_and_be_right(tmp_path):

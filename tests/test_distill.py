@@ -22,7 +22,7 @@ from begin import untapered
 from config import Config
 from forms import fold, load_model, proved, unfuse
 from model import Transformer
-from nanonorm import adapters, kernels
+from nanonorm import adapters, kernels, parts
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.kernels import NOT_COUNTED
@@ -685,7 +685,10 @@ def assert_same_but_rounding(one, other, tolerance: float):
         for name in a:
             if not name.startswith(("s/mean", "logits")):  # of the first rank's last micro-batch
                 assert abs(a[name] - b[name]) <= tolerance * max(1, abs(a[name])), (name, a["iter"])
-    theirs = final(other)["adapters"]
+    theirs = final(other)
+    if "parts" in theirs:
+        parts.join(theirs, other / "ckpt.pt")
+    theirs = theirs["adapters"]
     for name, tensor in final(one)["adapters"].items():
         torch.testing.assert_close(theirs[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
@@ -699,6 +702,33 @@ def test_two_ranks_learn_what_one_does(base, student, corpus, tmp_path):
     process = launch(*taught(tmp_path / "two", corpus, student, base, **knobs), ranks=2, stdout=-1, stderr=-2)
     assert process.wait(timeout=200) == 0, process.communicate()[0]
     assert_same_but_rounding(tmp_path / "one", tmp_path / "two", 1e-8)
+
+
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize(("kind", "then"), [("lora", 1), ("dora", 4)])
+def test_sharded_adapters_are_those_of_one_process(kind, then, base, student, corpus, tmp_path):
+    """In float64, from train.py's start to its exports: two ranks, and others that go on from their
+    checkpoint. The sums only change their order."""
+    pytest.importorskip("peft")
+    knobs = {"gradient_accumulation_steps": 4, "batch_size": 1, "dtype": "float64", "ce_weight": 0.2}
+    knobs |= {"adapter": kind, "max_iters": 20, "eval_interval": 10, "log_interval": 1}
+    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
+    train(*taught(one, corpus, student, base, **knobs))
+    process = launch(*taught(two, corpus, student, base, **knobs, shard=True), ranks=2, stdout=-1, stderr=-2)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and "adapters merged: at most" in said, said
+    shutil.copytree(two, again)
+    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
+    (again / "folded.pt").unlink()
+    left = final(again)
+    assert left["progress"]["iter"] == 16 and all(t.dim() < 2 for t in left["adapters"].values())
+    process = launch("--init_from=resume", f"--out_dir={again}", ranks=then, stdout=-1, stderr=-2)
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    for other in (two, again):
+        assert_same_but_rounding(one, other, 1e-10)
+        exported = load_model(other / "folded.pt").state_dict()
+        for name, tensor in load_model(one / "folded.pt").state_dict().items():
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nanonorm.distill import Distilled, share
 from nanonorm.optimizer import make_optimizer
 from scripts import plan
 
+TEACHER = "teacher, the student's base"
 SMALL = ("--n_layer=3", "--n_embd=64", "--n_head=4", "--vocab_size=501", "--block_size=32", "--batch_size=2")
 SMALL += ("--dtype=float32", "--device=cpu", "--dataset=no/corpus", "--shard=True", "--max_iters=10")
 
@@ -92,12 +94,19 @@ def test_adapters_and_a_base_that_is_the_teachers(kind, capsys, monkeypatch):
 
 
 def test_the_8b_distillation_needs_two_cards(capsys, monkeypatch):
-    """As its file says; one card does not hold it."""
+    """As its file says, with every figure that the plan prints; one card does not hold it."""
     pytest.importorskip("peft")
     path = str(ROOT / "config/distill_qwen_8b.py")
-    found = planned(capsys, monkeypatch, path, "--ranks=2", "--shard=True")
-    assert f"counts {found['bytes'] / 1e9:.1f} GB each" in (ROOT / "config/distill_qwen_8b.py").read_text()
-    assert found["fits"] and not planned(capsys, monkeypatch, path)["fits"]
+    said = " ".join(Path(path).read_text().replace("\n#", "").split())
+    spread = planned(capsys, monkeypatch, path, "--ranks=2", "--shard=True")
+    alone = planned(capsys, monkeypatch, path)
+    assert spread["fits"] and not alone["fits"]
+    parts = alone["parts"]
+    adapters = sum(parts[name] for name in ("adapters", "gradients", "AdamW's averages")) / 1e9
+    assert f"{parts['adapters'] / 4e9:.2f} G numbers: with gradients" in said
+    assert f"float32 {adapters:.1f} GB, and {parts[TEACHER] / 1e9:.1f} of frozen weights" in said
+    assert f"counts {spread['bytes'] / 1e9:.1f} GB each" in said
+    assert f"without --shard {alone['bytes'] / 1e9:.1f} GB" in said
 
 
 def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
