@@ -237,7 +237,7 @@ WRITTEN = {
     "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
     "gpu_sweep": {"report.md"},
     "smollm2": {"couple.md", "choices", "held_out.md"},
-    "tinystories_small": {"recipe", "start_fresh"},
+    "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin"},
 }
 
 

@@ -1,7 +1,7 @@
 """What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
 
-    python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/coupled_mlp
-    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/gate
+    python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/is_it_the_swiglu
+    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/when_should_the_gate_end
 
 PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
