@@ -47,9 +47,10 @@ from nanonorm.run import given_weights
 from nanonorm.typed import Count, Positive, Whole
 from scripts.convert import whole_folder
 from scripts.studies.figures import Figures
-from scripts.studies.residual import LINES, watched
+from scripts.studies.residual import watched
 from scripts.studies.tables import markdown
 
+LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
 WITHIN = 0.1  # of the least KL, whose standard error on 2,048 tokens of text was 4 to 7% (SmolLM2-135M)
 KEPT = (0, 1, 2, 4)  # numbers of kept blocks in the table of choices
 AT_ONCE = 2048  # tokens in one forward pass

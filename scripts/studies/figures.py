@@ -26,7 +26,7 @@ STYLE = {
     "dyt": ("#D55E00", "-."), "derf": ("#CC79A7", (0, (5, 1, 1, 1, 1, 1))),
 }  # fmt: skip
 OTHER = ("#999999", ":")  # what has no style of its own
-NORM_FREE = ("dyt", "derf")  # their loss and stream would set the scale of all others
+HOLLOW = {"linestyle": "none", "markerfacecolor": "#FFFFFF", "zorder": 2.5}
 WIDTH = 6.5  # inches, a text column
 COLUMNS = ["figure", "panel", "curve", "x", "mean", "low", "high", "n"]  # of curves.csv
 CURVE_POINTS = 400  # of a long run, in the CSV
@@ -39,7 +39,6 @@ class Panel(NamedTuple):
     metric: str
     label: str = ""  # of the y axis
     less_baseline: bool = False  # the difference to the baseline's run of the same seed
-    since: float = 0.0  # share of the run that comes before the frame
 
 
 def curve(
@@ -122,39 +121,43 @@ class Figures:
         for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
-    def dots(self, ax, at: list, values: list[list], bars=True, **look):
-        """Several values at each place: their mean, a dot each, and of three or more the 95% interval."""
-        found = [interval(several) for several in values]
+    def dots(self, ax, at: list, values: list[list], bars=True, beyond=math.inf, **look):
+        """Several values at each place: a dot each, their mean, hollow of one or two, and of three or more
+        the 95% interval. A value beyond `beyond` is written at the upper edge, and its place has no mean."""
+        found = [interval(several if max(several) <= beyond else []) for several in values]
         half = [i.half if bars and i.n > 2 else math.nan for i in found]
         ax.errorbar(at, [i.mean for i in found], yerr=half, **look)
+        few = [i.mean if i.n < 3 else math.nan for i in found]
+        ax.plot(at, few, **{name: look[name] for name in ("color", "marker", "markersize")}, **HOLLOW)
         dots = {"linestyle": "none", "marker": ".", "color": "#000000", "markersize": 2.5, "zorder": 3}
         for place, several in zip(at, values, strict=True):
-            ax.plot([place] * len(several), several, **dots)
+            near = [value for value in several if value <= beyond]
+            ax.plot([place] * len(near), near, **dots)
+            far = "\n".join(f"{value:+.0f}" for value in sorted(set(several) - set(near), reverse=True))
+            if far:
+                edge = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 7}
+                ax.annotate(f"\u2191\n{far}", (place, 1), color=look["color"], **edge)
 
-    def panels(self, name: str, panels: list[Panel], rows: dict, variants, columns=2, height=3.2) -> str:
+    def panels(self, name: str, panels: list[Panel], rows: dict, variants, height=3.2) -> str:
         """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""
-        fig, axes = self.axes(rows_needed(len(panels), columns), columns, height)
+        fig, axes = self.axes(rows_needed(len(panels), 2), min(2, len(panels)), height)
         for ax, panel in zip(axes, panels, strict=True):
             base = rows["baseline"] if panel.less_baseline else ()
-            late = {}  # past the first twentieth: the start would set the scale
+            late = []  # past the first twentieth: the start would set the scale
             for v in variants:
                 x, y = curve(rows.get(v, []), panel.metric, base)
                 if not y.size or (panel.less_baseline and not base):
                     continue
                 width = len(x) // 50 | 1
                 self.draw(ax, name, panel.title, v, x, y, width)
-                late[v] = smooth(y, width)[:, int(len(x) * (panel.since or 0.05)) :]
-                if panel.since:
-                    ax.set_xlim(x[int(len(x) * panel.since)], x[-1])
+                late += list(smooth(y, width)[:, len(x) // 20 :])
             self.fit(ax, late)
             ax.set(xlabel="optimizer step", ylabel=panel.label, title=panel.title)
         return self.save(fig, name, axes[0])
 
-    def fit(self, ax, late: dict[str, np.ndarray]):
-        """Fit the y axis to the variants' values (runs, T), the norm-free only where there are no others."""
-        fitted = [y.ravel() for v, y in late.items() if v not in NORM_FREE]
-        fitted = fitted or [y.ravel() for y in late.values()]
-        values = np.concatenate([*fitted, np.array([math.nan])])
+    def fit(self, ax, late: list[np.ndarray]):
+        """Fit the y axis to the runs' values (T)."""
+        values = np.concatenate([*late, np.array([math.nan])])
         if not np.isfinite(values).any():
             return
         low, high = np.nanpercentile(values, (0.5, 98))  # a spike leaves the frame, and flattens nothing

@@ -1,18 +1,22 @@
 """What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
 
-    python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate,max_iters --out=results/is_it_the_swiglu
-    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/when_should_the_gate_end
+    python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate --out=results/is_it_the_swiglu
+    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/gate
+    python scripts/report.py gaps results/gate/gaps.csv --against=gate_end --out=results/gate
 
 PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
-interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. Needs matplotlib.
+interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. A gaps.csv in place
+of PATHs is drawn again, whether its runs are still there or not. Needs matplotlib.
 """
 
+import csv
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 
 from config import Config
 from nanonorm.errors import BadInput
@@ -32,7 +36,11 @@ from scripts.studies.stats import interval, relative, spread
 from scripts.studies.tables import markdown, write_csv
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
+FAILED = 10.0  # %: a run this far behind is of another kind, and no mean holds it
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
+DRAWN = """A dot is a run or a pair of runs, a bar the interval of three pairs and more, a hollow mark the \
+mean of fewer. A line joins means over the same seeds. A run that is more than 10% behind is written at the \
+edge of its panel, and its setting has no mean there and no place among the losses."""
 
 
 @dataclass
@@ -42,6 +50,7 @@ class Knobs:
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
+    band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
@@ -62,6 +71,11 @@ class Cell:
     @property
     def variant(self) -> str:
         return self.runs[0].variant
+
+    def place(self) -> tuple:
+        """A key to sort settings by."""
+        at = math.inf if self.at is None else self.at
+        return in_order(self.group), bool(self.gaps), variant_index(self.what), self.what, at
 
     def values(self, y: str) -> dict[int, float]:
         """{seed: gap or loss}"""
@@ -113,11 +127,7 @@ def compared(
         if base and cell.variant != to:
             cell.gaps = relative(by_seed(cell.runs), by_seed(base.runs))
 
-    def place(cell: Cell):
-        at = math.inf if cell.at is None else cell.at
-        return in_order(cell.group), cell.variant != to, variant_index(cell.what), cell.what, at
-
-    return sorted(found.values(), key=place)
+    return sorted(found.values(), key=Cell.place)
 
 
 def variant_index(name: str) -> int:
@@ -136,6 +146,24 @@ def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = Non
         table.append([*row, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()])
     head = [*by, "", *([against] if against else []), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
     return markdown(table, [*head, "95% interval"])
+
+
+def read_again(path: str, k: Knobs) -> list[Cell]:
+    """The settings of a gaps.csv, in its order. Raises: BadInput."""
+    found = {}
+    try:
+        for row in csv.DictReader(Path(path).read_text().splitlines()):
+            at = float(row[k.against]) if k.against and row[k.against] else None
+            key = (tuple(row[knob] or None for knob in k.by), row["what"], at)
+            cell, seed = found.setdefault(key, Cell(*key)), int(row["seed"])
+            settings, line = {"seed": seed}, {"val/loss": float(row["loss"])}
+            variant = cell.what.split()[0]
+            cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
+            if row["gap"]:
+                cell.gaps[seed] = float(row["gap"])
+    except (OSError, KeyError, ValueError) as e:
+        raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
+    return sorted(found.values(), key=Cell.place)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,13 +192,13 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     that others are compared with has values of --against too, a row of panels below has the losses."""
     found = [cell for cell in found if (cell.at is not None if k.against else cell.gaps)]
     groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
-    rows = {"gap": f"gap to {k.to}\nof the same seed, %"}
+    rows = {"gap": f"gap to {k.to}\nof the same seed, %" + "\n(grey: the paper's)" * bool(k.band)}
     if any(cell.variant == k.to for cell in found):
         rows["loss"] = "val/loss"
-    titles = [", ".join(f"{knob}={value}" for knob, value in zip(k.by, g, strict=True)) for g in groups]
+    titles = ["\n".join(f"{knob}={value}" for knob, value in zip(k.by, g, strict=True)) for g in groups]
     if not k.against:
         found = [replace(cell, group=(), at=groups.index(cell.group)) for cell in found]
-        names, groups, titles = ["\n".join(map(str, group)) for group in groups], [()], [""]
+        names, groups, titles = titles, [()], [""]
     fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows), sharex="col", sharey="row")
     axes = axes.reshape(len(rows), len(groups))
     for panels, (y, label) in zip(axes, rows.items(), strict=True):
@@ -181,14 +209,13 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     for ax, title in zip(axes[0], titles, strict=True):
         ax.axhline(0, color="#000000", linewidth=0.8)
         ax.set_title(title)
-    if max(abs(gap) for cell in found for gap in cell.gaps.values()) > 10:
-        axes[0, 0].set_yscale("symlog", linthresh=1)  # a failed run would press all the others together
-        axes[0, 0].yaxis.set_major_formatter("{x:g}")
-        axes[0, 0].set_ylabel(f"{rows['gap']}\n(logarithmic beyond 1)")
+        if k.band:
+            ax.axhspan(*k.band, color="#999999", alpha=0.25, linewidth=0)
     for ax in axes[-1]:
-        ax.set_xlabel(k.against or ", ".join(k.by))
+        ax.set_xlabel(k.against or "")
     if not k.against:
         ax.set_xticks(range(len(names)), names)
+        ax.set_xlim(-0.5, len(names) - 0.5)
     figures.save(fig, "gaps", axes[-1, -1])
 
 
@@ -196,20 +223,26 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict]
     """One panel of y, gap or loss; joined: neighbours with the same seeds are."""
     ticks = sorted({cell.at for cell in here})
     low, high = ticks[0], ticks[-1]
+    span = high - low or 0.2 * high
+    trained = any(gap < FAILED for cell in here for gap in cell.gaps.values())
+    beyond = FAILED if trained and y == "gap" else math.inf
     wide = 0 < 10 * low <= high
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
+        mine = [cell for cell in mine if y == "gap" or max(cell.gaps.values(), default=0) <= FAILED]
         aside = (2 * i - len(drawn) + 1) / max(1, len(drawn) - 1)  # so that no bar hides another
-        reach = (high - low) / 80 if joined else 0.35
-        x = [v.at * (high / low) ** (aside / 80) if wide else v.at + aside * reach for v in mine]
+        reach = span / 50 if joined else 0.25
+        x = [v.at * (high / low) ** (aside / 50) if wide else v.at + aside * reach for v in mine]
         values = [list(cell.values(y).values()) for cell in mine]
-        figures.dots(ax, x, values, bars=y == "gap", **look)
+        figures.dots(ax, x, values, bars=y == "gap", beyond=beyond, **look)
         for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, values, strict=True)), strict=True):
+            line = [(at, sum(of) / len(of)) for at, of in ends if max(of) <= beyond]
             if joined and a.values(y).keys() == b.values(y).keys():
-                line = [(at, sum(of) / len(of)) for at, of in ends]
                 ax.plot(*zip(*line, strict=True), color=look["color"], linewidth=1.0)
     if wide:
         ax.set_xscale("log")
+    if joined and low == high:
+        ax.set_xlim(low - span, high + span)
     if len(ticks) < 9:
         ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
         ax.minorticks_off()
@@ -240,6 +273,10 @@ def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
 def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
+    if paths[0].endswith(".csv"):
+        figures = Figures(k.out)
+        draw(figures, read_again(paths[0], k), k)
+        return f"drew {figures.out / 'gaps.png'}"
     finished, left_out = collect(paths)
     refuse_nonsense(k, finished)
     found = compared(finished, k.by, k.against, k.to)
@@ -258,7 +295,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     )
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
-    text.append("A dot is a run or a pair of runs; a bar the interval of three pairs and more.")
+    text.append(DRAWN)
     against = [k.against] if k.against else []
     head, table = ["what", "seed", "loss", "scale", "folder", "gap", *against, *k.by], []
     for cell in found:

@@ -183,8 +183,5 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c in the network before", "By norm and text: [before/stream.md](before/stream.md)."]
-    text += [
-        "## The residual stream",
-        *residual_study(figures, "stream", {"before": [base], **drawn}, k.tokens),
-    ]
+    text += ["## The residual stream", *residual_study({"before": [base], **drawn}, k.tokens)]
     return figures.write("report.md", text)

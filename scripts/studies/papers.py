@@ -22,7 +22,7 @@ from model import NORMS
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.typed import Count
-from scripts.studies.figures import NORM_FREE, Figures, Panel, curve
+from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import residual_study
 from scripts.studies.runs import (
     AUX_WEIGHT,
@@ -42,7 +42,7 @@ from scripts.studies.tables import markdown, write_csv
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", *(norm for norm in NORMS if norm in PAPER_ROWS))
-WITH_STATISTIC = tuple(name for name in OTHERS if name not in NORM_FREE)
+WITH_STATISTIC = tuple(name for name in OTHERS if name not in ("dyt", "derf"))
 # a knob that it does not read is one of some variants alone
 BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 
@@ -54,26 +54,15 @@ PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8
 ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
 GAP = "gap by pairs, % (95% interval; pairs)"
 
-LOSSES = [
-    Panel("Training loss, the last half", "train/ce", "nats per token", since=0.5),
-    Panel("less the baseline's", "train/ce", "nats per token", less_baseline=True),
-]
+LOSSES = [Panel("Training loss less the baseline's", "train/ce", "nats per token", less_baseline=True)]
 SCALES = [
     Panel("Norm of the logits", "logits/l2", "mean l2 norm"),
     Panel("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)"),
 ]
-GRADIENTS = [
-    Panel(kind, f"grad/{kind}", "gradient norm" if kind in ("qkv", "down") else "")  # first of its row
-    for kind in ("qkv", "proj", "gate_up", "down", "emb", "norm")
-]
-FIGURES = {  # title -> (name, panels, variants, columns, height)
-    "Training loss (TaperNorm's Figure 2)": ("loss_tapers", LOSSES, TAPERS, 2, 3.2),
-    "Training loss, other norms": ("loss_others", LOSSES, OTHERS, 2, 3.2),
-    "Logit norm (TaperNorm's Figure 3)": ("logits", SCALES, TAPERS, 2, 3.2),
-    "Gradient norms by kind of weight, before clipping (TaperNorm's Figure 4)": (
-        "gradients", GRADIENTS, TAPERS, 3, 4.6,
-    ),
-}  # fmt: skip
+FIGURES = {  # title -> (name, panels)
+    "Training loss (TaperNorm's Figure 2)": ("loss_tapers", LOSSES),
+    "Logit norm (TaperNorm's Figure 3)": ("logits", SCALES),
+}
 
 OF_GAPS = """mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see \
 the same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline with \
@@ -82,8 +71,7 @@ The paper's gap: arXiv 2602.10408, first version, the range over its sizes, afte
 steps; alike in kind."""
 OF_FIGURES = """A thin line or a dot is one run, a thick line the mean over seeds. Over the steps it is a \
 running median over a fiftieth of the run, in which a spike of one line of the log does not show. Axes are \
-fitted to what follows the first twentieth of the run, or to the part shown; longer spikes leave the frame, \
-and so do dyt and derf where they are far from the others."""
+fitted to what follows the first twentieth of the run; longer spikes leave the frame."""
 OF_SPEED = """tok/s as the runs logged it: processes of their own, at other times and with other neighbours. \
 This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one process."""
 
@@ -208,8 +196,8 @@ def knobs_text(runs: list[FinishedRun], knobs) -> str:
 
 
 def draw_calibration(figures: Figures, name: str, variant: str, runs: list[FinishedRun]) -> str:
-    """c over the calibration and by block, the gate and the learning rate."""
-    fig, (ax, by_block, gate, lr) = figures.axes(2, 2, 4.6)
+    """c over the calibration and by block."""
+    fig, (ax, by_block) = figures.axes(1, 2, 2.6)
     n_layer, gate_start = (runs[0].settings[knob] for knob in ("n_layer", "gate_start"))
     sites = [k for k in runs[0].lines[-1] if k.startswith("taper/c.")]
     depth = figures.plt.cm.ScalarMappable(figures.plt.Normalize(0, max(1, n_layer - 1)), "viridis")
@@ -233,9 +221,6 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
     every = [v for run in runs for site in sites for v in run.series(site).values()]
     for panel in (ax, by_block):
         figures.log_scale(panel, min(every) / 1.2, max(every) * 1.2)
-    for panel, metric, label in ((gate, "gate", "gate g"), (lr, "lr", "learning rate")):
-        figures.draw(panel, name, label, metric, *curve(runs, metric), color="#000000", linestyle="-")
-        panel.set(xlabel="optimizer step", ylabel=label)
     ticks = figures.plt.MaxNLocator(integer=True)
     fig.colorbar(depth, ax=ax, ticks=ticks, label="block (solid attn, dashed mlp)")
     return figures.save(fig, name)
@@ -259,14 +244,13 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
     if told := [f"{v}: {said}" for v, said in settings.items() if said]:
         text.append(f"Settings in which the rows differ: {'; '.join(told)}.")
     text += [OF_GAPS, f"The figures: seeds {seeds_text(runs)}. {OF_FIGURES}"]
-    for heading, (name, panels, variants, *shape) in FIGURES.items():
-        if others or variants is not OTHERS:
-            text += [f"### {heading}", figures.panels(name + tag, panels, rows, variants, *shape)]
+    for heading, (name, panels) in FIGURES.items():
+        text += [f"### {heading}", figures.panels(name + tag, panels, rows, TAPERS)]
     for v in [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]][:1]:
-        text.append("### Calibration, gate and learning rate")
+        text.append("### Calibration")
         text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
     text.append("### The residual stream (CoupledNorm's Figure 3)")
-    text += residual_study(figures, f"residual{tag}", rows, k.tokens)
+    text += residual_study(rows, k.tokens)
     if others:
         text.append("### CoupledNorm's Table 1, and CBWC, at this scale")
         text += [table(SPEED, rows, WITH_STATISTIC), OF_SPEED]

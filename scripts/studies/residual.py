@@ -9,12 +9,9 @@ import torch
 from data import corpus_folder, open_corpus
 from forms import load_model
 from nanonorm.errors import BadInput, ModelError
-from scripts.studies.figures import NORM_FREE, Figures, rows_needed
 from scripts.studies.runs import FinishedRun, Unusable
 from scripts.studies.stats import spread
 from scripts.studies.tables import markdown
-
-LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
 
 
 @contextmanager
@@ -66,29 +63,9 @@ def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
     return np.array(found).T
 
 
-def draw_streams(figures: Figures, name: str, measured: dict[str, np.ndarray]) -> str:
-    """A panel a variant. measured: {variant: (runs, 3, layers)} of stream_rms. The designs with norms share
-    one scale, those without another."""
-    fig, axes = figures.axes(rows := rows_needed(len(measured), 4), 4, 1.7 * rows + 0.4)
-    for ax, (variant, values) in zip(axes, measured.items(), strict=False):
-        alike = [m[:, :2].ravel() for v, m in measured.items() if (v in NORM_FREE) == (variant in NORM_FREE)]
-        every = np.concatenate(alike)
-        for row, (what, colour, line) in enumerate(LINES):
-            look = {"color": colour, "linestyle": line, "label": what, "dots": True}
-            figures.draw(ax, name, variant, what, np.arange(values.shape[2]), values[:, row], **look)
-        figures.whole_numbers(ax)
-        ax.set(xlabel="block", title=f"{variant} (n={len(values)})")
-        figures.log_scale(ax, every.min() / 1.5, every.max() * 1.5)
-    for ax in axes[::4]:
-        ax.set_ylabel("RMS (dimensionless)")
-    for ax in axes[len(measured) :]:
-        ax.remove()
-    return figures.save(fig, name, axes[0])
-
-
-def residual_study(figures: Figures, name: str, rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]:
+def residual_study(rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]:
     """Blocks of markdown about the stream by block. rows: {variant: runs}"""
-    measured, reasons, cells = {}, defaultdict(list), []
+    reasons, cells = defaultdict(list), []
     for variant, runs in rows.items():
         arrays = []
         for run in runs:
@@ -97,18 +74,18 @@ def residual_study(figures: Figures, name: str, rows: dict[str, list[FinishedRun
             except Unusable as e:
                 reasons[str(e)].append(str(run.folder))
         if arrays:
-            found = measured[variant] = np.array(arrays)  # (runs, 3, layers)
+            found = np.array(arrays)  # (runs, 3, layers)
             of_block = [f"{x:.2f} / {h:.2f}, {alpha:.3f}" for x, h, alpha in found.mean(0).T]
             cells.append([variant, len(found), spread(found[:, 2].mean(1), 3), *of_block])
     text = [
         f"Not measured in {len(which)} of the runs, {which[0]} the first: {why}"
         for why, which in reasons.items()
     ]
-    if not measured:
+    if not cells:
         return text
     said = (
         "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over its "
         f"first; over {tokens:,} tokens from all of the validation split, and over seeds."
     )
     head = ["", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
-    return [markdown(cells, head), said, draw_streams(figures, name, measured), *text]
+    return [markdown(cells, head), said, *text]
