@@ -256,6 +256,18 @@ def test_a_page_is_whole(page):
     assert len(text.splitlines()) <= (200 if page.name == "README.md" and page.parent == ROOT else 250)
 
 
+def test_the_notes_are_a_log_with_verdicts():
+    """An entry a question, by date, its verdict first; what it or results/README.md links to is there."""
+    notes, table = ((ROOT / "results" / name).read_text() for name in ("NOTES.md", "README.md"))
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d) (.+)\n\n(.*)", notes, re.M)
+    assert len(entries) == notes.count("\n## ") and entries == sorted(entries, key=lambda entry: entry[0])
+    verdict = re.compile(r"\*\*(Stands|Superseded by|Refuted|Open)\b")
+    assert all(verdict.match(first) for _, _, first in entries)
+    places = {re.sub(r"[^\w -]", "", f"{day} {what}".lower()).replace(" ", "-") for day, what, _ in entries}
+    assert set(re.findall(r"\]\((?:NOTES\.md)?#([^)]+)\)", notes + table)) <= places
+    assert all((ROOT / "results" / path).exists() for path in re.findall(r"\]\(([^)#]+)[)#]", notes))
+
+
 def test_what_to_touch_is_there():
     """Each step of docs/extending.md names files, and what it names beside them stands in one of them."""
     steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", (ROOT / "docs/extending.md").read_text(), re.M)
