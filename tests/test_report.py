@@ -456,7 +456,7 @@ def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path)
 
 
 ROW = {"variant": "baseline", "runtime": "eager", "batch": 1, "seq": 64, "tok_s": 64_000.0, "ms": 1.0,
-       "ms_q1": 0.8, "ms_q3": 1.25, "speedup": 1.0, "work": 104}  # fmt: skip
+       "ms_q1": 0.8, "ms_q3": 1.25, "speedup": 1.0, "speedup_q1": 0.9, "speedup_q3": 1.5}  # fmt: skip
 
 
 def write_bench(path: Path, **changes) -> Path:
@@ -487,7 +487,8 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
         end,
         "validation with the gate at 0: 5.50",
     ]
-    assert [bar.get_width() for bar in speed.patches] == pytest.approx([64_000, 76_800, 83_200, 89_600])
+    assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx([1, 1.2, 1.3, 1.4])
+    assert [text.get_text() for text in speed.texts] == ["1.00x", "1.20x", "1.30x", "1.40x"]
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):

@@ -1,9 +1,9 @@
 """The README's picture: a run's loss and gate over its steps, and its speed with the norms and without.
 
-    python bench.py out/demo --batch=1 --seq=64 --out=out/demo/bench.json
+    python bench.py out/demo --batch=1 --seq=64 --runtimes=eager,compiled --out=out/demo/bench.json
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
 
-The bars are of the benchmark's first runtime, batch and context. Needs matplotlib.
+Speed is of the benchmark's first batch and context, in each of its runtimes. Needs matplotlib.
 """
 
 import math
@@ -36,11 +36,11 @@ class Knobs:
 
 
 def read_bars(path: Path) -> tuple[str, list[dict]]:
-    """(the machine, the benchmark's rows for its first runtime, batch and context). Raises: BadInput."""
+    """(the machine, the benchmark's rows for its first batch and context). Raises: BadInput."""
     report = read_json(path, "python bench.py RUN --out=")
     try:
         rows = [row for row in report["rows"] if row["variant"] in BARS]
-        shapes = [(row["runtime"], row["batch"], row["seq"]) for row in rows]
+        shapes = [(row["batch"], row["seq"]) for row in rows]
         return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
     except (KeyError, TypeError) as e:
         what = f"{type(e).__name__}: {e}"
@@ -89,27 +89,27 @@ def draw_gate(ax, gate: dict[int, float]):
 
 
 def draw_speed(ax, machine: str, rows: list[dict]):
-    """Bars of tok/s with their quartiles, and the speedup over the first beside them."""
-    tips = []
-    for at, row in enumerate(rows):
-        low, high = (row["tok_s"] * row["ms"] / row[quartile] for quartile in ("ms_q3", "ms_q1"))
-        ax.barh(at, row["tok_s"], 0.62, color=BARS[row["variant"]][0])
-        whiskers = [[row["tok_s"] - low], [high - row["tok_s"]]]
-        ax.errorbar(row["tok_s"], at, xerr=whiskers, color="#777777", capsize=3, linewidth=1.2)
-        said = f"{row['tok_s']:,.0f}" + (f", {row['speedup']:.2f}x" if at else "")
-        ax.annotate(said, (high, at), (6, 0), textcoords="offset points", va="center")
-        tips.append(high)
-    runtime, batch, seq = (rows[0][key] for key in ("runtime", "batch", "seq"))
-    sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
-    ax.set_yticks(range(len(rows)), [f"{row['variant']}\n{BARS[row['variant']][1]}" for row in rows])
-    ax.invert_yaxis()
-    ax.tick_params(axis="y", length=0)
-    ax.grid(visible=False, axis="y")
-    ax.set_xlim(0, 1.55 * max(tips))
-    ax.locator_params(axis="x", nbins=4)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.set(xlabel=f"tok/s and quartiles ({machine})")
-    ax.set_title(f"Speed, {sequences} of {seq} tokens, {runtime}", loc="left", weight="bold")
+    """The speedup over the network with its norms, a mark a runtime: medians of ratios, and quartiles."""
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    runtimes = list(dict.fromkeys(row["runtime"] for row in rows))
+    for place, runtime in enumerate(runtimes):
+        for row in (row for row in rows if row["runtime"] == runtime):
+            x, at, colour = row["speedup"], names.index(row["variant"]), BARS[row["variant"]][0]
+            marker, label = "os^v"[place % 4], None if at else runtime
+            ends = [[x - row["speedup_q1"]], [row["speedup_q3"] - x]] if at else None
+            at += place / 3  # below the runtime before it
+            ax.errorbar(
+                x, at, xerr=ends, marker=marker, color=colour, capsize=3, linestyle="none", label=label
+            )
+            ax.annotate(f"{x:.2f}x", (x, at), (0, 8), textcoords="offset points", ha="center")
+    ax.set_yticks(range(len(names)), [f"{name}\n{BARS[name][1]}" for name in names])
+    ax.set_ylim(len(names) - 0.3, -0.6)
+    ax.margins(x=0.12)
+    ax.axvline(1, color="#000000", linewidth=0.8)
+    ax.legend(loc="center right")
+    ax.set(xlabel=f"median of ratios, and quartiles\n({machine})")
+    batch, seq = rows[0]["batch"], rows[0]["seq"]
+    ax.set_title(f"Speedup, {batch} x {seq} tokens", loc="left", weight="bold")
 
 
 def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
