@@ -195,9 +195,8 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     if own:
         parts.append(total("frozen, its own", own, cfg))
     if taught:
-        parts.append(
-            total("teacher" if cfg.adapter == "none" else "teacher, the student's base", taught, cfg)
-        )
+        shared = "" if cfg.adapter == "none" else ", the student's base"
+        parts.append(total(f"teacher{shared}", taught, cfg))
     narrow = number_type(cfg).itemsize
     if cfg.shard:
         block = sum(p.numel() for p in model.blocks[-1].parameters() if p.dim() >= 2)

@@ -220,11 +220,8 @@ def report(k: Knobs, network: Network, text: Text, figures: Figures, device):
     ids = windows_of(text, k, T)
     some = batches(ids, max(1, AT_ONCE // T), device, text.name)
     r, power = measure(model, (idx for _, idx in some))
-    sink, sites, of = (
-        sinks_of(r, k.sink_multiple),
-        sites_of(model),
-        {"model": network.name, "data": text.name},
-    )
+    sink, sites = sinks_of(r, k.sink_multiple), sites_of(model)
+    of = {"model": network.name, "data": text.name}
     rows = [of | {"site": s, **site_row(*at)} for s, *at in zip(sites, r, power, sink, strict=True)]
     tokenizer = load_tokenizer(text.folder / text.manifest.tokenizer)
     tokens = [of | found for found in token_rows(r, sink, ids, sites, tokenizer, k.begin)]

@@ -135,9 +135,8 @@ def seconds_of(k: Serving, contestant: Contestant, folder: Path) -> dict[int, li
         python, program = [sys.executable], "llama_cpp.py"
     command = ["env", f"OMP_NUM_THREADS={k.threads}", "VLLM_CPU_KVCACHE_SPACE=2", *python, "-P"]
     command += [str(ROOT / "scripts/exports" / program)]
-    run = subprocess.run(
-        command, input=json.dumps(asked | {"rounds": rounds}), capture_output=True, text=True
-    )
+    asked = json.dumps(asked | {"rounds": rounds})
+    run = subprocess.run(command, input=asked, capture_output=True, text=True)
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no word"])[-1]
         raise BadInput(f"{folder} does not run in {contestant.engine}: {last}")
@@ -195,11 +194,8 @@ def main():
                 return
             started += 1
             found = seconds_of(k, CONTESTANTS[name], folders[name])
-            lines = [
-                [*key, size, k.new_tokens, i, f"{s:.4f}"]
-                for size, all_of in found.items()
-                for i, s in enumerate(all_of)
-            ]
+            each = ((size, i, s) for size, all_of in found.items() for i, s in enumerate(all_of))
+            lines = [[*key, size, k.new_tokens, i, f"{s:.4f}"] for size, i, s in each]
             begins = not path.exists()
             with path.open("a") as f:
                 csv.writer(f, lineterminator="\n").writerows(([COLUMNS] if begins else []) + lines)

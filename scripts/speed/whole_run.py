@@ -57,9 +57,8 @@ def line_of(name: str, log) -> str:
 def main():
     name, *flags = sys.argv[1:] or [""]
     if not flags or name.startswith("-"):
-        raise BadInput(
-            "name the line, then what train.py is given: whole_run.py NAME config/x.py --key=value"
-        )
+        how = "whole_run.py NAME config/x.py --key=value"
+        raise BadInput(f"name the line, then what train.py is given: {how}")
     print(line_of(name, timed(flags)))
 
 

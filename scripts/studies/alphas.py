@@ -73,10 +73,8 @@ def measured(model, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def statistic_numbers(of_ratio, own: dict, way: str, keep: int) -> torch.Tensor:
     """(alpha, floor) of every coupled block, (2, L - keep)."""
     fit, _, shared = way.partition(", ")
-    numbers = {"ratio": torch.stack((of_ratio, torch.zeros_like(of_ratio))), "least squares": own["layer"]}[
-        fit
-    ]
-    numbers = (own["floor"] if shared == "floor" else numbers)[:, keep:].clone()
+    without = torch.stack((of_ratio, torch.zeros_like(of_ratio))) if fit == "ratio" else own["layer"]
+    numbers = (own["floor"] if shared == "floor" else without)[:, keep:].clone()
     if shared == "one":
         numbers[0] = numbers[0].mean()
     return numbers
@@ -86,9 +84,8 @@ def kl_numbers(file, path, network, start: torch.Tensor, shared: str, batches, k
     """The same, from `start`, by minimizing KL(network || coupled network). batches: ids (B, T)."""
     n_layer, n = network.config.n_layer, start.shape[1]
     student = coupled(file, path, n_layer - n, start).requires_grad_(False)
-    gains = {
-        f"blocks.{i}.norm_mlp.weight": network.blocks[i].norm_mlp.weight for i in range(n_layer - n, n_layer)
-    }
+    coupled_blocks = range(n_layer - n, n_layer)
+    gains = {f"blocks.{i}.norm_mlp.weight": network.blocks[i].norm_mlp.weight for i in coupled_blocks}
     factors = torch.zeros(2, 1 if shared == "one" else n, requires_grad=True)  # logarithms
     adam = torch.optim.Adam([factors], k.rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, k.steps)
@@ -100,11 +97,10 @@ def kl_numbers(file, path, network, start: torch.Tensor, shared: str, batches, k
         with torch.no_grad():
             wanted = network(idx).log_softmax(-1)
         alphas, floors = numbers()
-        tensors = {
-            name: gain.detach() / alpha for (name, gain), alpha in zip(gains.items(), alphas, strict=True)
-        }
+        pairs = zip(gains.items(), alphas, strict=True)
+        tensors = {name: gain.detach() / alpha for (name, gain), alpha in pairs}
         if start[1].any():
-            tensors |= {f"blocks.{i}.floor": floors[i - n_layer] for i in range(n_layer - n, n_layer)}
+            tensors |= {f"blocks.{i}.floor": floors[i - n_layer] for i in coupled_blocks}
         logits = functional_call(student, tensors, (idx,))
         kl = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True) / idx.numel()
         adam.zero_grad()
@@ -196,9 +192,8 @@ def main():
     about = f"{k.tokens:,} tokens to fit on, {k.compared:,} others to compare on, of {meta['source']}."
     original = f"The original's cross-entropy there is {rows[0]['original']:.4f} nats a token."
     write_csv(Path(k.out) / "choices.csv", list(rows[0]), (row.values() for row in rows))
-    figures.write(
-        "choices.md", ["# Every choice of alpha", command, f"{about} {original}", *shown, draw(figures, rows)]
-    )
+    text = ["# Every choice of alpha", command, f"{about} {original}", *shown, draw(figures, rows)]
+    figures.write("choices.md", text)
 
 
 if __name__ == "__main__":

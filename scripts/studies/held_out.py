@@ -44,9 +44,7 @@ def table(rows: list[dict], key: str, sign: str = "") -> str:
 
 def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
-        raise BadInput(
-            "name the file that evaluate.py wrote: python scripts/report.py held_out held_out.json"
-        )
+        raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
     found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
     teacher, others = ([r for r in found["rows"] if (r["kl"] is None) == first] for first in (True, False))
     if not others:
@@ -56,11 +54,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
     text = ["# Distilled, on held-out texts", command, how]
     text += ["Cross-entropy of the first network, the teacher", table(teacher, "ce")]
-    text += [
-        "Cross-entropy above the teacher's",
-        table(others, "gap", "+"),
-        "KL to the teacher",
-        table(others, "kl"),
-    ]
+    text += ["Cross-entropy above the teacher's", table(others, "gap", "+")]
+    text += ["KL to the teacher", table(others, "kl")]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

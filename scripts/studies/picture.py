@@ -50,10 +50,8 @@ def read_bars(path: Path) -> tuple[str, list[dict]]:
 def validated(run: FinishedRun) -> list[tuple[str, str, str, dict[int, float]]]:
     """(label, colour, marker, {step: loss}) of what was validated: with the gate where it was, and without
     the norms that taper, which is another loss only while the gate is up."""
-    gone, gated = (
-        {step: loss for step, loss in run.series(name).items() if math.isfinite(loss)}
-        for name in ("val/loss", "val/loss_gated")
-    )
+    both = (run.series(name).items() for name in ("val/loss", "val/loss_gated"))
+    gone, gated = ({step: loss for step, loss in one if math.isfinite(loss)} for one in both)
     if not gated or gated == gone:
         return [("validation", "#D55E00", "o", gone)]
     up = {step: loss for step, loss in gone.items() if loss != gated.get(step)}
@@ -98,9 +96,8 @@ def draw_speed(ax, machine: str, rows: list[dict]):
             marker, label = "os^v"[place % 4], None if at else runtime
             ends = [[x - row["speedup_q1"]], [row["speedup_q3"] - x]] if at else None
             at += place / 3  # below the runtime before it
-            ax.errorbar(
-                x, at, xerr=ends, marker=marker, color=colour, capsize=3, linestyle="none", label=label
-            )
+            look = {"marker": marker, "color": colour, "capsize": 3, "linestyle": "none"}
+            ax.errorbar(x, at, xerr=ends, label=label, **look)
             ax.annotate(f"{x:.2f}x", (x, at), (0, 8), textcoords="offset points", ha="center")
     ax.set_yticks(range(len(names)), [f"{name}\n{BARS[name][1]}" for name in names])
     ax.set_ylim(len(names) - 0.3, -0.6)
