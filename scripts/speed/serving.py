@@ -49,13 +49,15 @@ class Contestant(NamedTuple):
 
 CHANGES = {"coupled": ("coupled", "none"), "none": ("rmsnorm", "all")}  # name -> (norm, taper)
 CONTESTANTS = {
-    "with norms, vLLM's class": Contestant("norms", "hf", "vllm", "auto", "with norms, vLLM's class"),
-    "with norms": Contestant("norms", "hf", "vllm", "transformers", "with norms, vLLM's class"),
+    "with norms in vLLM's class": Contestant("norms", "hf", "vllm", "auto", "with norms in vLLM's class"),
+    "with norms": Contestant("norms", "hf", "vllm", "transformers", "with norms in vLLM's class"),
     "coupled": Contestant("coupled", "hf", "vllm", "transformers", "with norms"),
     "none": Contestant("none", "hf", "vllm", "transformers", "with norms"),
-    "none, stock form, vLLM's class": Contestant("none", "stock", "vllm", "auto", "with norms, vLLM's class"),
-    "with norms, llama.cpp": Contestant("norms", "gguf", "llama.cpp", "", "with norms, llama.cpp"),
-    "none, stock form, llama.cpp": Contestant("none", "gguf", "llama.cpp", "", "with norms, llama.cpp"),
+    "none as stock in vLLM's class": Contestant(
+        "none", "stock", "vllm", "auto", "with norms in vLLM's class"
+    ),
+    "with norms in llama.cpp": Contestant("norms", "gguf", "llama.cpp", "", "with norms in llama.cpp"),
+    "none as stock in llama.cpp": Contestant("none", "gguf", "llama.cpp", "", "with norms in llama.cpp"),
 }
 SCALE = 0.03  # what c is in the blocks
 COLUMNS = ["mode", "contestant", "turn", "batch", "new_tokens", "round", "seconds"]
