@@ -232,6 +232,7 @@ WRITTEN = {
     "coupled_posthoc": {"report.md", "curves.csv", "rms.png", "distilled.png"},
     "gpt2_small": {"evaluation.json", "before", "report.md"},
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining.txt"},
+    "gpu_first": {"train.txt", "gpt2.txt", "decode.txt", "prefill.txt"},
     "gpu_gpt2": {"check.json", "s.json"},
     "gpu_gpt2_shape": {"shape.txt"},
     "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
@@ -284,5 +285,9 @@ def check(name: str, out: Path):
         said = (out / "report.md").read_text()
         rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
         assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
+    if name == "gpu_first":
+        lines = (out / "train.txt").read_text().splitlines()
+        assert [line.split(":")[0] for line in lines] == ["eager", "graph"] and "tok/s norm" in lines[1]
+        assert all("all_folded" in (out / f"{mode}.txt").read_text() for mode in ("decode", "prefill"))
     if name in ("gpu_speed", "gpu_sweep"):
         assert "tok/s" in (out / WRITTEN[name].copy().pop()).read_text()
