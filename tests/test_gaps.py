@@ -255,9 +255,27 @@ def test_gaps_csv_is_drawn_again_without_its_runs(flags, monkeypatch, tmp_path):
     (titles, lines, bands), (same_titles, drawn, same_bands) = seen(panels), seen(again)
     assert (titles, bands) == (same_titles, same_bands)
     assert all(np.allclose(a, b, equal_nan=True) for a, b in zip(lines, drawn, strict=True))
-    k.by = ("nonsense",)
-    with pytest.raises(BadInput, match=r"cannot read .*nonsense"):
-        gaps.main(k, words, "")
+    refused = {"--by=nonsense": "cannot read .*nonsense", "--band=1": "two numbers", "--to=dyt": "no pair"}
+    if "--against=learning_rate" in flags:
+        refused["--against=gate_end"] = "cannot read .*gate_end"
+    for flag, why in refused.items():
+        k, _, words = parse(gaps.Knobs, [str(tmp_path / "gaps.csv"), *flags, flag])
+        with pytest.raises(BadInput, match=why):
+            gaps.main(k, words, "")
+    with pytest.raises(BadInput, match="drawn alone"):
+        gaps.main(k, words * 2, "")
+
+
+def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):
+    """Its losses do, whatever it was written for. Runs that its flags would mix are refused."""
+    runs, path = gates(), str(tmp_path / "gaps.csv")
+    report(monkeypatch, tmp_path, runs, "--against=gate_end")
+    found = gaps.read_again(path, gaps.Knobs(against="gate_end", to="internal"))
+    fresh = gaps.compared(runs, ("max_iters",), "gate_end", "internal")
+    assert any(cell.gaps for cell in fresh)
+    assert {(c.what, c.at): c.gaps for c in found} == {(c.what, c.at): c.gaps for c in fresh}
+    with pytest.raises(BadInput, match="several runs of seed 1"):
+        gaps.read_again(path, gaps.Knobs())
 
 
 def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):

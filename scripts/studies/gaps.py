@@ -2,7 +2,7 @@
 
     python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate --out=results/is_it_the_swiglu
     python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/gate
-    python scripts/report.py gaps results/gate/gaps.csv --against=gate_end --out=results/gate
+    python scripts/report.py gaps results/gate/gaps.csv --against=gate_end --out=results/gate  # drawn again
 
 PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
@@ -114,20 +114,24 @@ def compared(
         at = run.settings[against] if against in run.point else None
         key = (tuple(run.settings[k] for k in by), " ".join([run.variant, *own]), at)
         found.setdefault(key, Cell(*key)).runs.append(run)
+    return paired(list(found.values()), to)
+
+
+def paired(found: list[Cell], to: str) -> list[Cell]:
+    """The settings, in order, with their gaps. Raises: BadInput."""
     bases = {}  # (group, at) -> the cell that others are compared with
-    for cell in found.values():
+    for cell in found:
         if cell.variant == to:
             other = bases.setdefault((cell.group, cell.at), cell)
             if other is not cell:
                 names = " and ".join(sorted((other.what, cell.what)))
                 raise BadInput(f"{names} would be one {to}; name what differs in --by")
     reads_it = any(at is not None for _, at in bases)
-    for cell in found.values():
+    for cell in found:
         base = bases.get((cell.group, cell.at if reads_it else None))
         if base and cell.variant != to:
             cell.gaps = relative(by_seed(cell.runs), by_seed(base.runs))
-
-    return sorted(found.values(), key=Cell.place)
+    return sorted(found, key=Cell.place)
 
 
 def variant_index(name: str) -> int:
@@ -149,7 +153,7 @@ def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = Non
 
 
 def read_again(path: str, k: Knobs) -> list[Cell]:
-    """The settings of a gaps.csv, in its order. Raises: BadInput."""
+    """The settings of a gaps.csv, as `compared` has those of runs. Raises: BadInput."""
     found = {}
     try:
         for row in csv.DictReader(Path(path).read_text().splitlines()):
@@ -158,12 +162,12 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
             cell, seed = found.setdefault(key, Cell(*key)), int(row["seed"])
             settings, line = {"seed": seed}, {"val/loss": float(row["loss"])}
             variant = cell.what.split()[0]
+            if seed in by_seed(cell.runs):
+                raise ValueError(f"{cell.what} has several runs of seed {seed}")
             cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
-            if row["gap"]:
-                cell.gaps[seed] = float(row["gap"])
     except (OSError, KeyError, ValueError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
-    return sorted(found.values(), key=Cell.place)
+    return paired(list(found.values()), k.to)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -273,19 +277,25 @@ def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
 def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
-    if paths[0].endswith(".csv"):
-        figures = Figures(k.out)
-        draw(figures, read_again(paths[0], k), k)
-        return f"drew {figures.out / 'gaps.png'}"
-    finished, left_out = collect(paths)
-    refuse_nonsense(k, finished)
-    found = compared(finished, k.by, k.against, k.to)
+    if k.band and len(k.band) != 2:
+        raise BadInput(f"--band={','.join(map(str, k.band))}: it takes two numbers, as in --band=0.7,1.5")
+    again = paths[0].endswith(".csv")
+    if again and len(paths) > 1:
+        raise BadInput(f"{paths[0]} is drawn alone; leave {paths[1]} out")
+    if again:
+        found = read_again(paths[0], k)
+    else:
+        finished, left_out = collect(paths)
+        refuse_nonsense(k, finished)
+        found = compared(finished, k.by, k.against, k.to)
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
         raise BadInput(f"--against={k.against}: no run reads it")
     figures = Figures(k.out)
     draw(figures, found, k)
+    if again:
+        return f"drew {figures.out / 'gaps.png'}"
     versions = versions_of(finished, ("commit", "processor", "torch", "dtype"))
     text = [f"# Gaps to {k.to}", command, table_text(found, k.by, k.against)]
     text.append(
