@@ -119,6 +119,8 @@ def test_a_step_that_is_not_finite_moves_no_gate():
     gates = gates_of("kl")
     for k in range(START + 5):
         one_step(gates, k, [0.0])
+    gates.observe(torch.tensor(START + 5), torch.tensor(False), lambda t: None)  # a gradient, say
+    assert gates.done == 5
     one_step(gates, START + 5, [float("nan")])
     assert gates.done == 5
     gates.set(START + 5)

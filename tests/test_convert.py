@@ -467,7 +467,7 @@ def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
         ("llama", "baseline", {}, "it has all its norms, so there is nothing to take out; --to=hf writes"),
         ("llama", "internal", {}, "taper=internal keeps the output norm, and a stock class has one eps"),
         ("ours", "all", {"taper": "final"}, "taper=final keeps the blocks' norms"),
-        ("llama", "all", FROM_1, "taper=all keeps the norms of blocks below 1"),
+        ("llama", "all", FROM_1, "train with taper=all, taper_from_layer=0, or use --to=hf"),
         ("llama", "coupled", {}, "no stock class computes norm=coupled; use --to=hf"),
         ("gpt2", "cbwc", {}, "no stock class computes norm=cbwc; use --to=hf"),
         ("ours", "baseline", {"norm": "dyt"}, "no stock class computes norm=dyt; use --to=hf"),

@@ -83,7 +83,8 @@ def refuse(model: Transformer):
         kept = "the output norm" if c.taper == "internal" else "the blocks' norms"
         kept = f"the norms of blocks below {c.taper_from_layer}" if c.taper_from_layer else kept
         why = f"taper={c.taper} keeps {kept}, and a stock class has one eps for all of its norms"
-        raise ModelError(f"{why}; train with taper=all, or use --to=hf or --to=onnx")
+        everywhere = ", taper_from_layer=0" if c.taper_from_layer else ""
+        raise ModelError(f"{why}; train with taper=all{everywhere}, or use --to=hf or --to=onnx")
     if c.qk_norm and not c.taper_qk:
         why = "the norms of queries and keys are kept, and a stock class has one eps for all of its norms"
         raise ModelError(f"{why}; train with taper_qk=True, or use --to=hf or --to=onnx")
