@@ -186,8 +186,8 @@ def read_file(path, whole: bool = True, hollow: bool = False) -> dict:
     """{"config", "state", "meta", ...} of a model file or checkpoint; never executes what is in it. `whole`
     refuses a checkpoint of adapters alone, and joins a sharded run's. Under torchrun tensors are mapped, so
     that all processes share one copy until they write to it; the file must not be written in place meanwhile.
-    hollow: the state's matrices are on the meta device, and nothing is compared with its checksum; another
-    rank does that.
+    hollow: mapped too, its state's matrices are on the meta device, and nothing is compared with its
+    checksum; another rank does that.
 
     torch.save writes a CRC-32 of every tensor, which torch.load does not look at; this does.
     Raises: BadFile, or another ModelError for a file of another format.
@@ -199,7 +199,7 @@ def read_file(path, whole: bool = True, hollow: bool = False) -> dict:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles
             if not hollow and (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
-            mapped = os.name == "posix" and int(os.environ.get("WORLD_SIZE", 1)) > 1
+            mapped = os.name == "posix" and (hollow or int(os.environ.get("WORLD_SIZE", 1)) > 1)
             file = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise BadFile(f"no model file {path}") from None
