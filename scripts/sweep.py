@@ -229,9 +229,8 @@ class Crew:
                 time.sleep(POLL_S if self.working else 0)
                 self.collect()
                 self.bar.n = sum(run.steps for run in self.runs)
-                self.bar.set_postfix_str(
-                    f"{len(self.waiting) + len(self.working)} of {len(self.runs)} runs to go"
-                )
+                left = len(self.waiting) + len(self.working)
+                self.bar.set_postfix_str(f"{left} of {len(self.runs)} runs to go")
         except SystemExit:
             again = shlex.join(["python", *sys.argv])
             self.say(f"stopped; the runs at work save and leave. Go on with: {again}")

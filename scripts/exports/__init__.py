@@ -30,10 +30,9 @@ OTHERWISE = {
     "derf": REPLACED.format("Derf"),
 }
 
-LOSSES = {  # what a run's file has of its validation -> the metric's type and name
-    "loss": ("loss", "validation loss, nats a token"),
-    "bpb": ("bits_per_byte", "validation loss, bits a byte"),
-}
+# what a run's file has of its validation -> the metric's type and name
+LOSSES = {"loss": ("loss", "validation loss, nats a token")}
+LOSSES["bpb"] = "bits_per_byte", "validation loss, bits a byte"
 
 
 @dataclass
@@ -82,9 +81,8 @@ def prove(
     """
     error = ((theirs - ours).abs().max() / spread(ours)).item()
     if not error <= ALLOWED[dtype]:
-        raise ModelError(
-            f"{what} differs by {error:.1e} of the logit scale in {computed or name_of(dtype)}; not exported"
-        )
+        much = f"{error:.1e} of the logit scale in {computed or name_of(dtype)}"
+        raise ModelError(f"{what} differs by {much}; not exported")
     return error
 
 

@@ -183,9 +183,8 @@ def proof(path: Path, job: Job, mlp: str) -> float:
     asked |= {"choice": tokenizer.encode("a")[-1], "threads": torch.get_num_threads()}
     said = llama_cpp(asked)
     if said["tokens"] != [tokenizer.encode(text) for text in texts]:
-        raise ModelError(
-            f"llama.cpp splits text differently from {tokenizer.name}; use --to=stock or --to=hf"
-        )
+        remedy = "use --to=stock or --to=hf"
+        raise ModelError(f"llama.cpp splits text differently from {tokenizer.name}; {remedy}")
     logits = job.logits(torch.float32)[:, at].double()  # (B, positions, V)
     ids, theirs = torch.tensor(said["logprobs"], dtype=torch.float64).unbind(-1)  # (B, positions, TOP)
     ours = logits.log_softmax(-1).gather(-1, ids.long())

@@ -132,18 +132,16 @@ def proved_exact(job: Job) -> float:
         raise ModelError(f"{why}; use --dtype=bfloat16 or --dtype=float32")
     error = ((theirs - ours).abs().max() / spread(ours)).item()
     if not error <= ALLOWED[torch.float64] + sum(ratios):
-        raise ModelError(
-            f"the file read again differs by {error:.1e} of the logit scale in float64; not exported"
-        )
+        much = f"{error:.1e} of the logit scale in float64"
+        raise ModelError(f"the file read again differs by {much}; not exported")
     return error
 
 
 def write(job: Job) -> dict:
     """A stock class's folder of a network without norms. Raises: ModelError."""
     if job.model.config.taper == "none" and job.model.config.norm in ("rmsnorm", "layernorm"):
-        raise ModelError(
-            "it has all its norms, so there is nothing to take out; --to=hf writes the class it is"
-        )
+        remedy = "--to=hf writes the class it is"
+        raise ModelError(f"it has all its norms, so there is nothing to take out; {remedy}")
     file = plain(job.model, EPS.get(job.dtype, ENORMOUS))
     c = job.model.config
     llama = file["config"]["norm"] == "rmsnorm" and not (c.qk_norm or c.qkv_bias)

@@ -43,9 +43,8 @@ def items(path: str, count: int, rng) -> list[dict]:
     """Raises: BadInput for a text that is too short."""
     found = passages(path)
     if len(found) < CHOICES * count:
-        raise BadInput(
-            f"{path} has {len(found)} passages, {count} items need {CHOICES * count}; give more text"
-        )
+        need = f"{count} items need {CHOICES * count}; give more text"
+        raise BadInput(f"{path} has {len(found)} passages, {need}")
     made = []
     for passages_of_item in rng.permutation(len(found))[: CHOICES * count].reshape(count, CHOICES):
         words = [found[i] for i in passages_of_item]

@@ -259,10 +259,8 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
     heads, settings = [run.head for run in runs], [run.settings for run in runs]
     alike = {name for name, value in settings[0].items() if all(s[name] == value for s in settings)}
     told = [name for name in settings[0] if name in alike and (name == "compile" or name not in SKIP)]
-    corpus = (
-        "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, vocabulary {vocab_size:,}, "
-        "tokenizer sha256 {tokenizer_sha256:.12}"
-    )
+    corpus = "{source}; {train_tokens:,} tokens for training, {val_tokens:,} held out, "
+    corpus += "vocabulary {vocab_size:,}, tokenizer sha256 {tokenizer_sha256:.12}"
     corpora = dict.fromkeys(corpus.format(**h["corpus"]) for h in heads)
     commits = Counter(str(h["versions"]["commit"]) for h in heads).most_common()
     parameters = sorted({h["parameters"] for h in heads})

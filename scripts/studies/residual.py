@@ -77,15 +77,13 @@ def residual_study(rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]
             found = np.array(arrays)  # (runs, 3, layers)
             of_block = [f"{x:.2f} / {h:.2f}, {alpha:.3f}" for x, h, alpha in found.mean(0).T]
             cells.append([variant, len(found), spread(found[:, 2].mean(1), 3), *of_block])
-    text = [
-        f"Not measured in {len(which)} of the runs, {which[0]} the first: {why}"
-        for why, which in reasons.items()
-    ]
+    lacks = "Not measured in {} of the runs, {} the first: {}"
+    text = [lacks.format(len(which), which[0], why) for why, which in reasons.items()]
     if not cells:
         return text
     said = (
         "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over its "
-        f"first; over {tokens:,} tokens from all of the validation split, and over seeds."
     )
+    said += f"first; over {tokens:,} tokens from all of the validation split, and over seeds."
     head = ["", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
     return [markdown(cells, head), said, *text]

@@ -49,11 +49,9 @@ PAPER = table()
 
 def known() -> dict[str, tuple[str, str]]:
     """Name of a model, in small letters -> (size, method)"""
-    methods = ("original", "vanilla", "fakeln")
+    ways = ("original", "vanilla", "fakeln")
     theirs = {
-        name.lower(): (size, method)
-        for size, names in NAMES.items()
-        for name, method in zip(names, methods, strict=True)
+        n.lower(): (size, way) for size, names in NAMES.items() for n, way in zip(names, ways, strict=True)
     }
     return theirs | {f"gpt2_{size}_{method}": (size, method) for size, method in PAPER}
 
