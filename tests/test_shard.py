@@ -103,12 +103,14 @@ def peak_of_start(folder: Path, corpus, small, large, **knobs) -> int:
     argv = (folder, small, large, *(f"--{name}={value}" for name, value in knobs.items()))
     with open(folder / "said", "w+") as said:
         process = launch(*argv, ranks=4, script=ROOT / "tests/starting.py", stdout=said, stderr=said)
+        late = time.monotonic() + 300
         while len(pids := [path.stem for path in folder.glob("*.pid")]) < 4:
-            assert process.poll() is None, (folder / "said").read_text()
+            assert process.poll() is None and time.monotonic() < late, (folder / "said").read_text()
             time.sleep(0.05)
         before, peak = together(pids), 0
         (folder / "go").touch()
         while process.poll() is None:
+            assert time.monotonic() < late, (folder / "said").read_text()
             with suppress(OSError):  # one of them has ended
                 peak = max(peak, together(pids) - before)
             time.sleep(0.02)
