@@ -521,7 +521,7 @@ def network(word: str) -> ModelConfig:
     run = parse(Config, [str(ROOT / word)], files=True)[0]
     if run.init_from in OF_A_RUN:
         return network(OF_A_RUN[run.init_from])
-    if (of_the_hub := shape_of(run.init_from)) is not None:
+    if (of_the_hub := shape_of(run.init_from) or shape_of(run.teacher)) is not None:
         return of_the_hub
     run.taper = "none"
     return run.model_config(VOCABULARY.get(run.dataset))

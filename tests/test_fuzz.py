@@ -41,6 +41,7 @@ import train
 from config import Config
 from data import prepare
 from nanonorm.errors import one_line_errors
+from nanonorm.ranks import Ranks
 from nanonorm.typed import Range
 
 # of the generators
@@ -180,6 +181,7 @@ def workplace(material):
     try:
         yield folder
     finally:
+        Ranks().close()  # a process that is refused takes its group along
         shutil.rmtree(folder)
 
 
