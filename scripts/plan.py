@@ -53,7 +53,7 @@ SHAPES = {  # weights -> layers, width, heads and the rest
     "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
     "meta-llama/Llama-3.2-1B-Instruct": (16, 2048, 32, _llama),
     "meta-llama/Llama-3.2-3B-Instruct": (28, 3072, 24, _llama),
-    "HuggingFaceTB/SmolLM2-135M": (30, 576, 9, _smollm2),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (30, 576, 9, _smollm2),
     "Qwen/Qwen3-0.6B": (28, 1024, 16, _qwen | {"hidden": 3072}),
     "Qwen/Qwen3-1.7B": (28, 2048, 16, _qwen | {"hidden": 6144}),
     "Qwen/Qwen3-8B": (36, 4096, 32, _qwen_8b),
