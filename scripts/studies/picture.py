@@ -98,10 +98,11 @@ def draw_speed(ax, machine: str, rows: list[dict]):
             at += place / 3  # below the runtime before it
             look = {"marker": marker, "color": colour, "capsize": 3, "linestyle": "none"}
             ax.errorbar(x, at, xerr=ends, label=label, **look)
-            ax.annotate(f"{x:.2f}x", (x, at), (0, 8), textcoords="offset points", ha="center")
+            right = row["speedup_q3"] if ends else x
+            ax.annotate(f"{x:.2f}x", (right, at), (7, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(names)), [f"{name}\n{BARS[name][1]}" for name in names])
     ax.set_ylim(len(names) - 0.3, -0.6)
-    ax.margins(x=0.12)
+    ax.margins(x=0.2)
     ax.axvline(1, color="#000000", linewidth=0.8)
     ax.legend(loc="center right")
     ax.set(xlabel=f"median of ratios, and quartiles\n({machine})")
