@@ -158,7 +158,7 @@ def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch
 # --- kills
 
 
-@pytest.mark.slow(minutes=6.2)
+@pytest.mark.slow(minutes=9)
 def test_a_hundred_kills():
     done = subprocess.run([sys.executable, ROOT / "tests/kills.py"], text=True, capture_output=True)
     print(done.stdout)
