@@ -30,9 +30,10 @@ OTHERWISE = {
     "derf": REPLACED.format("Derf"),
 }
 
-# what a run's file has of its validation -> the metric's type and name
-LOSSES = {"loss": ("loss", "validation loss, nats a token")}
-LOSSES["bpb"] = "bits_per_byte", "validation loss, bits a byte"
+LOSSES = {  # what a run's file has of its validation -> the metric's type and name
+    "loss": ("loss", "validation loss, nats a token"),
+    "bpb": ("bits_per_byte", "validation loss, bits a byte"),
+}
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """What each setting costs against the baseline of the same seed: a table with intervals, and its figure.
 
     python scripts/report.py gaps out/coupled_mlp --by=mlp,learning_rate --out=results/is_it_the_swiglu
-    python scripts/report.py gaps out/gate out/gate_long --against=gate_end --out=results/gate
-    python scripts/report.py gaps results/gate/gaps.csv --against=gate_end --out=results/gate  # drawn again
+    python scripts/report.py gaps results/does_removal_cost/gaps.csv --out=results/does_removal_cost  # again
 
 PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they

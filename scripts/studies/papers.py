@@ -55,10 +55,14 @@ ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  #
 GAP = "gap by pairs, % (95% interval; pairs)"
 
 LOSSES = [Panel("Training loss less the baseline's", "train/ce", "nats per token", less_baseline=True)]
-SCALES = [Panel("Norm of the logits", "logits/l2", "mean l2 norm")]
-SCALES += [Panel("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)")]
-FIGURES = {"Training loss (TaperNorm's Figure 2)": ("loss_tapers", LOSSES)}  # title -> (name, panels)
-FIGURES["Logit norm (TaperNorm's Figure 3)"] = "logits", SCALES
+SCALES = [
+    Panel("Norm of the logits", "logits/l2", "mean l2 norm"),
+    Panel("Scale of the last stream", "s/mean", "mean s(h) (dimensionless)"),
+]
+FIGURES = {  # title -> (name, panels)
+    "Training loss (TaperNorm's Figure 2)": ("loss_tapers", LOSSES),
+    "Logit norm (TaperNorm's Figure 3)": ("logits", SCALES),
+}
 
 OF_GAPS = """mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see \
 the same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline with \

@@ -81,9 +81,7 @@ def residual_study(rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]
     text = [lacks.format(len(which), which[0], why) for why, which in reasons.items()]
     if not cells:
         return text
-    said = (
-        "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over its "
-    )
-    said += f"first; over {tokens:,} tokens from all of the validation split, and over seeds."
+    said = "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over "
+    said += f"its first; over {tokens:,} tokens from all of the validation split, and over seeds."
     head = ["", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
     return [markdown(cells, head), said, *text]

@@ -14,7 +14,7 @@ from forms import export_files
 from model import NORMS
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import is_held, json_object, read_file
-from nanonorm.knobs import Needs, facts, is_read
+from nanonorm.knobs import is_read
 from nanonorm.log import check_header, check_whole, last_line, read_log
 from nanonorm.run import MARKS, first_good
 
@@ -36,9 +36,6 @@ AUX_WEIGHT = 0.1  # lambda of the TaperNorm paper, where neither a file nor a fl
 # ---------------------------------------------------------------------------------------------------------
 # when two runs are the same
 
-
-# Knobs that only some runs read: set anywhere else they would repeat a run by another name
-READ_BY = facts(Config, Needs)
 
 # A resume may change these, yet they make another run
 SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
