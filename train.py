@@ -210,16 +210,18 @@ class Step:
     def check(self, batch_of, remedy: str, weights: bool):
         """End the run if a step was not finite, or if the `weights` are not, and name the step and the
         tensor. batch_of: step -> its (x, y). Raises: SystemExit."""
-        bad = self.first_bad()
+        bad, fault = self.first_bad(), ""
         if bad is not None:
             self.gates.set(bad)
             self.graph = self.last = None  # a graph keeps the memory of a whole step
-            where = first_nonfinite(self.module, self.with_masks(batch_of(bad), bad), self.autocast)
-            raise SystemExit(f"train.py: step {bad}: non-finite {where}; {remedy}")
-        for name, p in self.learns.items() if weights else ():
-            if not torch.isfinite(local(p)).all():
-                step = self.number.item()
-                raise SystemExit(f"train.py: step {step}: its update left {name} non-finite; {remedy}")
+            again = self.with_masks(batch_of(bad), bad)
+            fault = f"step {bad}: non-finite {first_nonfinite(self.module, again, self.autocast, self.ranks)}"
+        elif weights:
+            left = (name for name, p in self.learns.items() if not torch.isfinite(local(p)).all())
+            if name := self.ranks.first_word(*left):
+                fault = f"step {self.number.item()}: its update left {name} non-finite"
+        if fault:
+            raise SystemExit(f"train.py: {fault}; {remedy}" if self.ranks.main else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -274,8 +276,9 @@ def main(held: ExitStack):
 
     # --- data, model, optimizer
     data_folder = corpus_folder(cfg.dataset)
-    ranks.main_first(prepare_if_missing, data_folder, None if start.given is None else str(start.given))
-    corpus, train_tokens, val_tokens = open_corpus(data_folder, cfg.block_size)
+    if ranks.main:
+        prepare_if_missing(data_folder, None if start.given is None else str(start.given))
+    corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.block_size)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks()
     if ranks.main:

@@ -5,8 +5,9 @@ import torch
 from nanonorm.ranks import local
 
 
-def first_nonfinite(model, batches, autocast) -> str:
-    """Name the tensor in which a non-finite value first shows when `batches` of (x, y) run once more."""
+def first_nonfinite(model, batches, autocast, ranks) -> str:
+    """Name the tensor in which a non-finite value first shows, on any rank, when `batches` of (x, y) run once
+    more on each."""
     found = []
 
     def look(module, args, out):
@@ -24,8 +25,9 @@ def first_nonfinite(model, batches, autocast) -> str:
         loss.backward()
     for hook in hooks:
         hook.remove()
-    if found:
-        return found[0]
+    if output := ranks.first_word(*found):
+        return output
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not torch.isfinite(local(grad)).all()]
-    return f"gradient of {bad[-1]}" if bad else "value that does not show again here"
+    gradient = ranks.first_word(*[f"gradient of {name}" for name in bad[-1:]])
+    return gradient or "value that does not show again here"

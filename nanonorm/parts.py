@@ -8,21 +8,25 @@ ckpt.pt is replaced last, once its folder is on the disk. So a kill leaves the c
 is another. Read by as many ranks as there are, or joined for one process.
 """
 
+import pickle
 import shutil
 import warnings
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from nanonorm.errors import BadFile, BadInput
 from nanonorm.files import sync_folder, writing
+from nanonorm.log import say
 
-CHECKPOINTS = ("ckpt.pt", "ckpt.prev.pt")
-FOLDERS = tuple(f"ckpt.{i}.parts" for i in range(3))  # two are in use at most
+CHECKPOINTS = ("ckpt.pt", "ckpt.prev.pt", "ckpt.bad.pt")
+FOLDERS = tuple(f"ckpt.{i}.parts" for i in range(4))  # three are in use at most
 
 
 def sections(file: dict) -> list[tuple[str, dict]]:
@@ -54,20 +58,42 @@ def small(tensors: dict) -> dict:
 
 
 def named_in(path: Path) -> str | None:
-    """The folder that a checkpoint names, if it can be read and names one."""
+    """The folder that a checkpoint names; None if there is no such file, or it is damaged or of one process.
+    Raises: OSError, MemoryError: the file may be as good as ever."""
     try:
+        if not path.exists():
+            return None
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["parts"]["folder"]
-    except Exception:  # missing, damaged, or of one process
+    except (LookupError, TypeError, ValueError, EOFError, pickle.UnpicklingError):
+        return None
+    except RuntimeError as e:  # what torch says of a file that is cut
+        if "unable to" in str(e):  # "... open file", "... mmap"
+            raise
         return None
 
 
 def in_use(out_dir: Path) -> set[str | None]:
+    """Raises: OSError, MemoryError."""
     return {named_in(out_dir / name) for name in CHECKPOINTS}
 
 
+@contextmanager
+def first_failure():
+    """Turn dcp's collection of every rank's failures into the first of them."""
+    try:
+        yield
+    except CheckpointException as e:  # a BaseException
+        raise next(iter(e.failures.values()))[0] from None
+
+
 def clear(out_dir: Path):
-    """Remove the folders that no checkpoint names any more, or not yet."""
-    for name in set(FOLDERS) - in_use(out_dir):
+    """Remove the folders that no checkpoint names any more, or not yet; none if that cannot be told."""
+    try:
+        free = set(FOLDERS) - in_use(out_dir)
+    except (OSError, MemoryError, RuntimeError) as e:
+        say(f"{out_dir}: what no checkpoint needs is left there ({e})")
+        return
+    for name in free:
         shutil.rmtree(out_dir / name, ignore_errors=True)
 
 
@@ -76,7 +102,7 @@ def save(out_dir: Path, file: dict, ranks) -> dict:
     Returns: the checkpoint without it, with what names it in its place. Raises: BadInput."""
     free = min(set(FOLDERS) - in_use(out_dir)) if ranks.main else FOLDERS[0]
     folder = out_dir / FOLDERS[ranks.largest(FOLDERS.index(free))]
-    with writing(folder):
+    with writing(folder), first_failure():
         if ranks.main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -171,4 +197,5 @@ def load(file: dict, source: Path, live: dict, ranks):
     kept = set(reader.read_metadata().state_dict_metadata)
     if lost := kept ^ tensors.keys():
         raise BadInput(f"{source} does not fit its run: {min(lost)} is on one side alone")
-    dcp.load(tensors, storage_reader=reader, process_group=ranks.host_group)
+    with first_failure():
+        dcp.load(tensors, storage_reader=reader, process_group=ranks.host_group)

@@ -87,16 +87,24 @@ class Ranks:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self.host_group)
         return int(tensor)
 
+    def first_word(self, *words: str) -> str:
+        """The first word of the lowest rank that has one, on every rank; "" if none has."""
+        said = [words]
+        if self.size > 1:
+            said *= self.size
+            dist.all_gather_object(said, words, self.host_group)
+        return next((first for first, *_ in filter(None, said)), "")
+
     def index(self, micro: int) -> int:
         """The index, over all ranks, of this one's micro-batch `micro`."""
         return micro * self.size + self.rank
 
     def main_first(self, function, *args):
-        """Call a function on the main rank while the others wait."""
-        if self.main:
-            function(*args)
+        """Call a function on the main rank, and once it is done there on the others. Returns its value."""
+        found = function(*args) if self.main else None
         if self.size > 1:
             dist.barrier()
+        return found if self.main else function(*args)
 
     def close(self):
         if dist.is_initialized():

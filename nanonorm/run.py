@@ -254,6 +254,9 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if "parts" in file:
         from nanonorm import parts
 
+        if ranks.size > 1 and not run.shard:
+            whole = f"{source} is of a sharded run, and each of {ranks.size} ranks would read all of it"
+            raise BadInput(f"{whole}; go on with --shard=True, or in one process")
         parts.join(file, source, values=not run.shard)
     progress, ran_with = read_progress(file, source)
     return Beginning(run, file, source, progress, ran_with)

@@ -30,7 +30,7 @@ from config import Config
 from data import corpus_folder
 from data.sampling import SHARE
 from forms import config_of, skeleton
-from model import ModelConfig, Transformer, rope_tables
+from model import NORMS, ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import learning, put_on
 from nanonorm.cli import finish, parse
 from nanonorm.distill import Distilled, share
@@ -146,11 +146,12 @@ def total(name: str, parameters, cfg: Plan, factor: int = 1) -> Part:
     return Part(name, factor * sum(share_of(p, cfg) for p in parameters), factor * numbers)
 
 
-def fake(model: Transformer):
-    """Have a model's tensors be of a CPU, still without values. To be called under a FakeTensorMode."""
+def fake(model: Transformer, narrow: torch.dtype | None):
+    """Have a model's tensors be of a CPU, still without values, matrices of type `narrow`. To be called under
+    a FakeTensorMode."""
     for part in model.modules():
         for name, p in part.named_parameters(recurse=False):
-            empty = torch.empty(p.shape, dtype=p.dtype)
+            empty = torch.empty(p.shape, dtype=narrow if narrow and p.dim() >= 2 else p.dtype)
             part.register_parameter(name, torch.nn.Parameter(empty, requires_grad=p.requires_grad))
         for name, b in part.named_buffers(recurse=False):
             part.register_buffer(name, torch.empty(b.shape, dtype=b.dtype))
@@ -172,9 +173,11 @@ def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
 
     autocast = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
     kept = []
+    # gathered in that type, which the row "gathered" counts; else autocast makes copies, and keeps them
+    narrow = dtype if cfg.shard and not NORMS[config.norm].centred else None
     model = copy.deepcopy(model).train()
     with FakeTensorMode(), turned_off(), warnings.catch_warnings(action="ignore"):  # torch's, on mixed types
-        fake(model)
+        fake(model, narrow)
         ours |= {p.untyped_storage()._cdata for p in model.parameters()}
         ids = torch.zeros(cfg.batch_size, config.block_size, dtype=torch.long)
         model.blocks[-1].register_forward_pre_hook(lambda *_: seen.append(sum(sizes.values())))
@@ -212,9 +215,10 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     activations = config.n_layer * stream + of_block if cfg.grad_checkpoint else of_all
     parts.append(Part("activations", activations))
     tokens, V = cfg.batch_size * config.block_size, config.vocab_size
-    pieces = 3 if taught else 2  # logits and their gradient, and the teacher's
     head = model.head()[0]
     whole = V * tokens <= (LOGITS_AT_ONCE if taught else WHOLE_LOGITS)
+    # log-probabilities and a gradient, beside the teacher's; whole, those of torch's two operators
+    pieces = 3 if taught or whole else 2
     in_float32 = 4 * head.numel() if not whole and head.requires_grad else 0  # the head's gradient
     parts.append(Part("logits", pieces * 4 * (V * tokens if whole else max(V, LOGITS_AT_ONCE)) + in_float32))
     manifest = corpus_folder(cfg.dataset) / "meta.json"
@@ -224,6 +228,8 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
         steady = sum(part.bytes for part in parts if part.numbers)
         there = size <= SHARE * (cfg.memory * 1e9 * (1 - LEFT) - steady)
         parts.append(Part("corpus" if there else "corpus, on the host", size if there else 0))
+    else:
+        parts.append(Part("corpus, not prepared", 0))
     return parts
 
 

@@ -6,7 +6,9 @@ python -m torch.distributed.run --standalone --nproc_per_node=4 tests/sharded.py
 import gc
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -19,10 +21,12 @@ from data.sampling import train_batch
 from model import Block, Transformer
 from nanonorm.adapters import learning, put_on, take_norms
 from nanonorm.distill import Distilled, share
+from nanonorm.optimizer import Gradients
 from nanonorm.ranks import Ranks, local
 from nanonorm.shard import Sharded
 
 CPU, STEPS = torch.device("cpu"), 20
+TOKENS = torch.randint(61, (3000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
 KNOBS = dict(
     max_iters=STEPS, warmup_iters=2, gate_start=6, gate_end=14, batch_size=2, block_size=16, n_layer=2,
     gradient_accumulation_steps=4, learning_rate=2e-3, weight_decay=0.1, grad_clip=0.5,
@@ -88,19 +92,59 @@ def begun(case: str, ranks: Ranks, shard: bool, dtype=torch.float64, **more) -> 
     return train.Step(model, cfg, CPU, dtype, ranks, module.train())
 
 
+def batch_of(step: train.Step, k: int):
+    indices = [step.ranks.index(micro) for micro in range(step.micro_steps)]
+    return train_batch(TOKENS, step.cfg, k, indices, CPU)
+
+
 def losses(step: train.Step) -> list[list[float]]:
     """Of each step: the sums of the losses over all micro-batches, and the gradients' total norm."""
-    tokens = torch.randint(61, (3000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
     found = []
     for k in range(STEPS):
-        indices = [step.ranks.index(micro) for micro in range(step.micro_steps)]
         step.at(k)
-        _, norms = step(*train_batch(tokens, step.cfg, k, indices, CPU))
+        _, norms = step(*batch_of(step, k))
         step.ranks.sum(step.totals)
         found.append([*step.totals.tolist(), torch.linalg.vector_norm(norms).item()])
         step.totals.zero_()
     assert step.first_bad() is None
     return found
+
+
+def end_of(ranks: Ranks, shard: bool, fault: str) -> str | int | None:
+    """With what a run ends on this rank if on the last one alone the losses from step 3 on are not finite,
+    or a weight after step 4 is not; the gradients are."""
+    step = begun("layernorm-internal-aux", ranks, shard)
+    last = ranks.rank == ranks.size - 1
+
+    def infinite(module, args, losses):
+        hit = last and fault == "loss" and module.training and step.at_step >= 3
+        return losses._replace(total=losses.total + torch.inf) if hit else None
+
+    step.module.register_forward_hook(infinite)
+    for k in range(5):
+        step.at(k)
+        step(*batch_of(step, k))
+    if last and fault == "weight":
+        local(step.learns["blocks.1.mlp.down.weight"].detach()).fill_(torch.nan)
+    try:
+        step.check(partial(batch_of, step), "start anew", weights=True)
+    except SystemExit as e:
+        return e.code
+    return None
+
+
+def narrow(ranks: Ranks, shard: bool) -> dict:
+    """A run in bfloat16 with a micro-batch a rank: its losses, and of how many steps and matrices this rank's
+    gradient is one that bfloat16 holds."""
+    case, knobs = "layernorm-internal-aux", {"gradient_accumulation_steps": 2, "grad_clip": 0.0}
+    step, rounded = begun(case, ranks, shard, torch.bfloat16, **knobs), []
+
+    def look(*_):
+        grads = [local(p.grad) for p in step.trained.values() if p.dim() == 2]
+        rounded.extend(torch.equal(g, g.bfloat16().float()) for g in grads)
+
+    step.optimizer.register_step_pre_hook(look)
+    return {"losses": losses(step), "rounded": sum(rounded)}
 
 
 def held() -> int:
@@ -129,8 +173,16 @@ def main(path: str, *cases: str):
             CASES[case] = LARGE, None
             found[case] = bytes_of(begun(case, ranks, True, torch.float32))
             gc.collect()
+        elif case == "ends":
+            kinds = [(shard, fault) for shard in (True, False) for fault in ("loss", "weight")]
+            found[case] = [end_of(ranks, *kind) for kind in kinds]
+        elif case == "narrow":
+            found[case] = narrow(ranks, True)
+        elif case == "planted":  # what is whole on every rank keeps its own gradients
+            with patch.object(Gradients, "parts", lambda self: [local(p.grad) for p in self.parameters]):
+                found[case] = [losses(begun("layernorm-internal-aux", ranks, True))]
         else:
-            found[case] = losses(begun(case, ranks, True))
+            found[case] = [losses(begun(case, ranks, shard)) for shard in (True, False)]
     Path(f"{path}.{ranks.rank}").write_text(json.dumps(found))
     ranks.close()
 

@@ -22,7 +22,7 @@ import data
 from config import Config
 from data import open_corpus, summed, token_sums
 from data.local import CUT, documents
-from data.sampling import train_batch
+from data.sampling import SHARE, on_device, train_batch
 from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
@@ -366,3 +366,17 @@ def test_the_sums_of_a_large_corpus_are_kept_by_size_and_time(corpus, tmp_path, 
         summed.cache_clear()
         assert token_sums(folder / "train.bin", "<u2")[0] == hashlib.sha256(content).hexdigest()
     assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("to_come", [0, 4000])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_corpus_goes_to_a_card_that_has_room(to_come, over, monkeypatch):
+    """At most a share of what is free once the first step's gradients and averages are there."""
+    splits = np.zeros(900, np.int16), np.zeros(100, np.int16)
+    free = int(2000 / SHARE) + to_come - over
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, device: (device.type, len(t)))
+    placed = on_device(torch.device("cuda"), *splits, to_come=to_come)
+    expected = [torch.zeros(900), torch.zeros(100)] if over else [("cuda", 900), ("cuda", 100)]
+    assert list(map(len, placed)) == list(map(len, expected))
+    assert [type(t) for t in placed] == [type(t) for t in expected]

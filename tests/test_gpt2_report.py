@@ -63,9 +63,12 @@ def test_runs_that_cannot_be_compared_are_one_line():
     r.refuse_what_cannot_be_compared(runs, whole)
     rarely = run("fakeln", 1)
     rarely.settings["log_interval"] = 10
+    waits = run("fakeln", 1)
+    waits.settings["gate_budget"] = 0.1
     for found, losses, said in (
         (runs | {"fakeln": [run("fakeln", 2)]}, whole, "fakeln are of seeds"),
         (runs | {"fakeln": [rarely]}, whole, "log_interval=10"),
+        (runs | {"fakeln": [waits]}, whole, "steps of their own"),
         (runs, {"books": {**whole["books"], ("all", "seed1"): {}}}, "evaluate them again"),
         (runs, {}, "no losses"),
     ):

@@ -7,15 +7,18 @@ import runpy
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from conftest import batch, state_of, tiny
 
+from config import Config
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT
+from nanonorm.log import Log
 from nanonorm.timing import take_turns, tensor_peak
-from scripts.speed import peers
+from scripts.speed import peers, whole_run
 from scripts.speed.parts import training_step
 
 
@@ -135,6 +138,20 @@ def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     assert [row[0].strip("| ") for row in rows] == ["with norms", "gains folded", "without", "coupled"]
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
     assert len(list(tmp_path.glob("*.onnx"))) == (4 if runtime in ("onnxruntime", "openvino") else 0)
+
+
+def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():
+    """A log line n is of the step n - 1; speeds of a phase but the first are taken by the median."""
+    settings = Config(
+        taper="internal", max_iters=20, warmup_iters=2, gate_start=4, gate_end=8, gate_budget=1.0
+    )
+    speeds = {"norm": (0, 100.0, 102.0), "blend": (0, 50.0, 52.0, 54.0), "scale": (0, 80.0)}
+    lines = [{"perf/tok_s": speed, "train/loss": 2.0, "phase": p} for p, of in speeds.items() for speed in of]
+    for iter, line in zip((1, 2, 4, 5, 8, 9, 14, 15, 20), lines, strict=True):
+        line |= {"iter": iter} | ({"gate/steps": 3.0} if line.pop("phase") != "scale" else {})
+    versions = {"device": "cpu", "torch": torch.__version__}
+    log = Log({"settings": asdict(settings.resolve()), "versions": versions}, lines, False)
+    assert "tok/s norm 101, blend 52, scale 80;" in whole_run.line_of("x", log)
 
 
 @pytest.mark.slow

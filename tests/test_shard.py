@@ -1,22 +1,31 @@
 """A sharded run (FSDP2) is the same run, holds its share of the bytes, and its checkpoints serve any number
 of ranks. On gloo and CPUs: nothing here says how fast nccl is, or whether it overlaps a GPU's work."""
 
+import errno
 import json
 import shutil
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
+import faults
 import pytest
 import sharded
 import torch
 import torch.distributed as dist
 from running import ROOT, final, flags, launch, metrics, refused, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from config import Config
 from model import ModelConfig, Transformer
+from nanonorm import parts
+from nanonorm.cli import parse
+from nanonorm.errors import BadInput
 from nanonorm.files import read_file, write_file
 from nanonorm.hub import write_pretrained
-from nanonorm.ranks import Ranks
+from nanonorm.ranks import Ranks, data_parallel
+from nanonorm.run import begin
 
 FEW = ("layernorm-internal-aux", "coupled")
 RUN = dict(
@@ -42,20 +51,53 @@ def spread(tmp_path, ranks: int, *cases: str) -> list[dict]:
     return [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
+def furthest(expected: list, found: list) -> float:
+    """Of the numbers of two runs, each relative to itself if that is above 1."""
+    pairs = zip(torch.tensor(expected).flatten(), torch.tensor(found).flatten(), strict=True)
+    return max(abs(x - y).item() / max(1, abs(x.item())) for x, y in pairs)
+
+
 def assert_equal(found: dict, cases):
+    """On several ranks, sharded and not, as on one."""
     for case in cases:
         expected = sharded.losses(sharded.begun(case, Ranks(), False))
-        worst = 0.0
-        for a, b in zip(expected, found[case], strict=True):
-            worst = max(worst, *(abs(x - y) / max(1, abs(x)) for x, y in zip(a, b, strict=True)))
-        print(f"{case}: {worst:.1e}")
-        assert worst <= 1e-12, case
+        worst = [furthest(expected, run) for run in found[case]]
+        print(f"{case}: " + ", ".join(f"{w:.1e}" for w in worst))
+        assert max(worst) <= 1e-12, case
 
 
-def test_two_ranks_are_one(tmp_path):
-    """20 steps in float64 through both phase boundaries, from one rank's weights alone."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
     pytest.importorskip("peft")
-    assert_equal(spread(tmp_path, 2, *FEW)[0], FEW)
+    return spread(tmp_path_factory.mktemp("two"), 2, *FEW, "ends", "planted", "narrow")
+
+
+def test_two_ranks_are_one(two_ranks):
+    """20 steps in float64 through both phase boundaries, from one rank's weights alone."""
+    assert_equal(two_ranks[0], FEW)
+
+
+def test_a_sum_that_is_left_out_is_seen(two_ranks):
+    """A planted fault: gradients of gains that every rank keeps for itself."""
+    expected = sharded.losses(sharded.begun("layernorm-internal-aux", Ranks(), False))
+    assert furthest(expected, two_ranks[0]["planted"][0]) > 1e-9
+
+
+def test_two_ranks_in_bfloat16_sum_in_float32(two_ranks):
+    """The sum of two gradients of bfloat16 is none of its numbers. The losses are those of one rank, but for
+    the type's digits."""
+    alone = sharded.narrow(Ranks(), False)
+    for of_rank in two_ranks:
+        assert of_rank["narrow"]["rounded"] == 0
+    found, expected = (torch.tensor(run["losses"]) for run in (two_ranks[0]["narrow"], alone))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_not_finite_on_one_rank_ends_all(two_ranks):
+    """Sharded or not, at the same place; the main rank names it, wherever it was."""
+    loss = "train.py: step 3: non-finite output of the loss; start anew"
+    weight = "train.py: step 4: its update left blocks.1.mlp.down.weight non-finite; start anew"
+    assert [of_rank["ends"] for of_rank in two_ranks] == [[loss, weight] * 2, [1] * 4]
 
 
 @pytest.mark.slow(minutes=4)
@@ -63,6 +105,32 @@ def test_two_ranks_are_one(tmp_path):
 def test_ranks_are_one_for_every_variant(ranks, tmp_path):
     pytest.importorskip("peft")
     assert_equal(spread(tmp_path, ranks, *sharded.CASES)[0], sharded.CASES)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host asks tensors for: on a GPU each would wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["layernorm-internal-aux", "checkpointed", "teacher"])
+def test_a_sharded_step_asks_for_no_number(case):
+    ranks = Ranks()
+    ranks.start(sharded.CPU, "gloo", alone=True)
+    step = sharded.begun(case, ranks, True)
+    for k in (0, 7, 8, 15):
+        step.at(k)
+        batch = sharded.batch_of(step, k)
+        with Reads() as reads:
+            step(*batch)
+        assert reads.count == 0, k
+    with Reads() as reads:
+        step.first_bad()
+    assert reads.count == 1
 
 
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("coupled", "dora")]
@@ -234,7 +302,55 @@ def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
     part.write_bytes(content[:-9])
     train(*argv)
     assert "going on from step 16 of" in capsys.readouterr().err
+    assert (run / torch.load(run / "ckpt.bad.pt")["parts"]["folder"]).is_dir()
     assert_same_log(plain, run)
+
+
+def test_gradients_of_ranks_lie_in_the_buckets_that_are_sent():
+    """So DDP holds them once."""
+    Ranks().start(sharded.CPU, "gloo", alone=True)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
+    wrapped = data_parallel(model)
+    wrapped(torch.ones(2, 3)).sum().backward()
+    places = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_full_disk_is_one_line(n, corpus, tmp_path, monkeypatch, capsys):
+    """At each of the first checkpoint's files: the part, its folder, ckpt.pt."""
+    with monkeypatch.context() as patch:
+        faults.install({"at": "fsync", "n": n, "do": "ENOSPC"}, patch.setattr)
+        said = refused(capsys, *flags(tmp_path / "run", corpus, **RUN, shard=True))
+    assert "cannot write" in said and "free the disk" in said and "ckpt." in said
+
+
+def test_only_what_no_checkpoint_names_is_cleared(plain, tmp_path, monkeypatch, capsys):
+    """Not while a checkpoint cannot be opened; one that was put aside keeps its matrices."""
+    run = tmp_path / "run"
+    shutil.copytree(plain.parent / "alone", run)
+    (run / "ckpt.pt").replace(run / "ckpt.bad.pt")
+    named, stray = {path.name for path in run.glob("*.parts")}, run / parts.FOLDERS[-1]
+    stray.mkdir()
+    for error in (OSError(errno.EMFILE, "Too many open files"), RuntimeError("unable to mmap 9 bytes")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "load", Mock(side_effect=error))
+            parts.clear(run)
+        assert {path.name for path in run.glob("*.parts")} == named | {stray.name}
+        assert "is left there" in capsys.readouterr().err
+    parts.clear(run)
+    assert {path.name for path in run.glob("*.parts")} == named
+    (run / "ckpt.bad.pt").write_bytes(b"PK\3\4")
+    parts.clear(run)
+    assert len(list(run.glob("*.parts"))) == 1
+
+
+def test_many_ranks_do_not_read_all_of_a_sharded_run(plain):
+    ranks = Ranks()
+    ranks.size = 2
+    argv = ["--init_from=resume", f"--out_dir={plain.parent / 'alone'}", "--shard=False"]
+    with ExitStack() as held, pytest.raises(BadInput, match="each of 2 ranks would read all"):
+        begin(*parse(Config, argv, files=True), ranks, held)
 
 
 @pytest.mark.parametrize("knobs", [{"compile": True}, {"cuda_graph": True}])

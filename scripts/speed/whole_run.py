@@ -38,6 +38,8 @@ def line_of(name: str, log) -> str:
     for line in logged:
         tapers = settings["taper"] != "none"
         phase = phase_at(line["iter"] - 1, SimpleNamespace(**settings)) if tapers else "norm"
+        if phase == "scale" and "gate/steps" in line:
+            phase = "blend"  # its gates wait
         speeds.setdefault(phase, []).append(line["perf/tok_s"])
         shares.append(line.get("perf/mfu"))
     # the first line of a phase may hold a compilation

@@ -59,6 +59,8 @@ def refuse_what_cannot_be_compared(runs: Runs, losses: dict[str, dict]):
             later = [again.get("log_interval") or 1 for again in run.head.get("resumed", [])]
             if (every := max(run.settings["log_interval"], *later, 1)) > 1:
                 raise BadInput(f"{run.folder} has log_interval={every}; it must be 1")
+            if run.settings.get("gate_budget") is not None:
+                raise BadInput(f"{run.folder} has gate_budget: its gates fall at steps of their own")
     if not losses:
         raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
     wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
