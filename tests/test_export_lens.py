@@ -110,7 +110,9 @@ def test_the_page_on_attribution(corpus, tmp_path, code_cache, monkeypatch, caps
         folder = tmp_path / f"out/{name}-hf"
         folder.mkdir(parents=True)
         hf.write(Job(model, load_tokenizer(corpus), {}, folder, folder, tokens(2, 16)))
+    (tmp_path / "model.py").write_text((ROOT / "model.py").read_text())
     exec(lines, {})  # noqa: S102
+    assert (tmp_path / "attribution.png").exists()
     rows = [row.split() for row in capsys.readouterr().out.splitlines() if "hook_" in row]
     assert [name for name, *_ in rows] == ["hook_embed", *WRITTEN]
     assert all(float(free) < 1e-5 and float(twin) > 1e-2 for _, free, twin in rows)

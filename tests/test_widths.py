@@ -1,0 +1,43 @@
+"""The report of what folding gains by width."""
+
+import csv
+import json
+
+import pytest
+
+from nanonorm.errors import BadInput
+from scripts.studies import widths
+
+
+def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a machine"):
+    names = ("variant", "runtime", "batch", "seq", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work")
+    rows = [(v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.1, 9) for v, x in zip("ab", speedups, strict=True)]
+    report = {"settings": {"mode": mode, "dtype": "float32"}, "model": {"n_embd": n_embd, "n_layer": 4}}
+    report |= {"machine": machine, "torch": "2", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    path.write_text(json.dumps(report))
+    return str(path)
+
+
+def test_gains_by_width(tmp_path):
+    files = [bench_file(tmp_path / f"{mode}{n}.json", mode, n, (1.0, 1 + n / 100))
+             for mode in ("decode", "prefill") for n in (32, 8)]  # fmt: skip
+    said = widths.main(widths.Knobs(out=str(tmp_path / "out")), files, "    command")
+    lines = [line for line in said.splitlines() if line.startswith(("##", "| "))]
+    cells = ["| 8 | 1.080x 0.980-1.180 |", "| 32 | 1.320x 1.220-1.420 |"]
+    assert [line for line in lines if "n_embd" not in line and ":---" not in line] == [
+        "## prefill", *cells, "## decode", *cells,
+    ]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "out/gains.csv").open()))
+    assert len(rows) == 8 and {row["mode"] for row in rows} == {"prefill", "decode"}
+    assert (tmp_path / "out/gains.png").stat().st_size > 1000
+
+
+def test_reports_that_do_not_compare_are_refused(tmp_path):
+    here, there = (bench_file(tmp_path / f"{m}.json", machine=m) for m in "ab")
+    with pytest.raises(BadInput, match="one machine"):
+        widths.rows_of([here, there])
+    (tmp_path / "x.json").write_text('{"settings": {}}')
+    with pytest.raises(BadInput, match="not a report of"):
+        widths.rows_of([str(tmp_path / "x.json")])
+    with pytest.raises(BadInput, match="one machine"):
+        widths.rows_of([])
