@@ -9,9 +9,9 @@ one. scripts/convert.py exports them, which proves each export.
 
 A contestant is a process: a warm-up of each batch, then --rounds of each. They take turns in a fresh order,
 for --processes turns. OUT/serving.csv gets a line for each round; the command, given again, goes on where it
-was stopped, and --most ends it after so many processes. A ratio is the median over turns of the contestant's
-tok/s (of its best round) over the reference's of the same turn, with the smallest and the largest. tok/s
-counts new tokens, and the time of the prompts is in it.
+was stopped, and --most ends it after so many processes. Other settings need another OUT. A ratio is the median
+over turns of the contestant's tok/s (of its best round) over the reference's of the same turn, with the
+smallest and the largest. tok/s counts new tokens, and the time of the prompts is in it.
 """
 
 import csv
@@ -32,7 +32,7 @@ from bench import hardware, with_norm
 from forms import config_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, write_file
+from nanonorm.files import ROOT, json_object, write_file, write_json
 from nanonorm.run import given_weights
 from nanonorm.typed import Count, Whole
 from scripts.convert import Convert, exported
@@ -61,6 +61,7 @@ CONTESTANTS = {
 }
 SCALE = 0.03  # what c is in the blocks
 COLUMNS = ["mode", "contestant", "turn", "batch", "new_tokens", "round", "seconds"]
+SAME = ("batch", "prompt", "new_tokens", "rounds", "threads", "seed")  # in all rows of a folder
 
 
 @dataclass
@@ -79,6 +80,20 @@ class Serving:
     threads: Count = 2
     most: Whole = 0  # processes that are started now; 0: all that are left
     seed: Whole = 1337  # of prompts and order
+
+
+def refuse_other_settings(k: Serving, source: str, out: Path):
+    """What a row depends on stands in OUT/settings.json from the first start on. Raises: BadInput."""
+    path, where = out / "settings.json", Path(source)
+    asked = {"PATH": str(where.resolve()) if where.exists() else source}  # else a hub id
+    asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}
+    if {each.name for each in out.iterdir()} <= {path.name}:  # nothing is made yet
+        write_json(path, asked)
+    begun = json_object(path.read_bytes()) if path.exists() else {}
+    for knob, value in json.loads(json.dumps(asked)).items():  # lists for tuples
+        if begun.get(knob) != value:
+            said = f"{out} was begun with {knob}={begun.get(knob, 'unknown')}, not {value}"
+            raise BadInput(f"{said}; give that, or name another --out")
 
 
 def make_network(source: str, name: str, path: Path):
@@ -168,10 +183,8 @@ def tables(rows: list[dict]) -> str:
             own = {turn: speed for (who, turn), speed in of.items() if who == name}
             pairs = [v / of[contestant.against, t] for t, v in own.items() if (contestant.against, t) in of]
             if own:
-                values = (
-                    f"{np.median([*own.values()]):.1f}",
-                    f"{min(own.values()):.1f}-{max(own.values()):.1f}",
-                )
+                every = [*own.values()]
+                values = f"{np.median(every):.1f}", f"{min(every):.1f}-{max(every):.1f}"
                 told = f"{np.median(pairs):.3f}x {min(pairs):.3f}-{max(pairs):.3f}" if pairs else ""
                 lines.append([name, *values, told if contestant.against != name else "1", contestant.against])
         head = [f"{mode}, batch {size}", "tok/s", "least-most", "ratio", "to"]
@@ -184,6 +197,7 @@ def main():
     if len(words) != 1 or k.out is None:
         raise BadInput("name a network and a folder: python scripts/speed/serving.py PATH --out=DIR")
     out = report_folder(k.out)
+    refuse_other_settings(k, words[0], out)
     folders = {name: export_of(words[0], CONTESTANTS[name], out) for name in k.who}
     path, started = out / "serving.csv", 0
     for turn in range(k.processes):
@@ -196,11 +210,11 @@ def main():
                 return
             started += 1
             found = seconds_of(k, CONTESTANTS[name], folders[name])
-            each = ((size, i, s) for size, all_of in found.items() for i, s in enumerate(all_of))
-            lines = [[*key, size, k.new_tokens, i, f"{s:.4f}"] for size, i, s in each]
-            begins = not path.exists()
+            lines = [] if path.exists() else [COLUMNS]
+            for size, seconds in found.items():
+                lines += [[*key, size, k.new_tokens, i, f"{s:.4f}"] for i, s in enumerate(seconds)]
             with path.open("a") as f:
-                csv.writer(f, lineterminator="\n").writerows(([COLUMNS] if begins else []) + lines)
+                csv.writer(f, lineterminator="\n").writerows(lines)
             print(*key, found, flush=True)
     print(f"{tables(read_rows(path))}\n\n{hardware(torch.device('cpu'))}, torch {torch.__version__}")
 
