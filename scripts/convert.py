@@ -41,12 +41,7 @@ from scripts.exports.hf import form_for
 from scripts.exports.push import check, push
 from scripts.exports.stock import wants_folding
 
-RUNS = {  # a kind of export -> what runs it
-    "hf": "transformers 4.57 and 5, with Trainer, PEFT and lm_eval; most in vLLM and TransformerLens 4",
-    "stock": "whatever runs a Llama, a Qwen or a GPT-2 (the norms are computed, and change nothing)",
-    "gguf": "llama.cpp and what is built on it (the norms are computed, and change nothing)",
-    "onnx": "onnxruntime",
-}
+KINDS = ("hf", "stock", "gguf", "onnx")  # of exports, each a module of scripts.exports
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROWS, LENGTH = 2, 128  # of real text, in tokens
 
@@ -55,7 +50,7 @@ ROWS, LENGTH = 2, 128  # of real text, in tokens
 class Convert:
     """What is exported, and where to."""
 
-    to: Literal[*RUNS, "all"] = "hf"  # the kind of export
+    to: Literal[*KINDS, "all"] = "hf"  # the kind of export
     out: str | None = None  # the folder to make
     form: Literal["auto", "folded", "unfused", "trained"] = "auto"  # auto: what --to needs
     dtype: Literal["auto", *DTYPES] = "auto"  # of the exported weights; auto: the file's
@@ -186,7 +181,7 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
     said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
     said += [f"{max(found.values()):.1e} by {what}" for what, found in errors.items() if found]
     off = f"at most {', '.join(said)} of the logit scale off, on {text}"
-    return f"wrote {out}: {off}\nit runs in {RUNS[to]}"
+    return f"wrote {out}: {off}\nit runs in {done['runs']}"
 
 
 def main():
@@ -201,7 +196,7 @@ def main():
         raise BadInput("--private=True is of the repository that --push=USER/NAME makes; name it")
     if cfg.push is not None and cfg.to == "all":
         raise BadInput("--push uploads one export, and --to=all makes several; name one kind")
-    kinds, refused = list(RUNS) if cfg.to == "all" else [cfg.to], {}
+    kinds, refused = KINDS if cfg.to == "all" else [cfg.to], {}
     for package in [name for to in kinds for name in import_module(f"scripts.exports.{to}").NEEDS]:
         needed(package)  # before the work is done
     if cfg.push is not None:

@@ -29,7 +29,7 @@ from nanonorm.gguf import (
     turned_heads,
 )  # fmt: skip
 from scripts.exports import Job, needed, spread
-from scripts.exports.stock import plain
+from scripts.exports.stock import CENTRING, IDLE, plain
 
 NEEDS = ("gguf", "xllamacpp")
 TOP = 100  # next tokens that are compared at a position
@@ -219,4 +219,6 @@ def write(job: Job) -> dict:
     writer.close()
     error = proof(path, job, config["mlp"])
     how = HOW.format(arch) + (LEFT_OUT.format(", ".join(f"`{t}`" for t in left_out)) if left_out else "")
-    return {"errors": {"float32": error}, "dtype": "float32", "how": how, "saves": SAVES}
+    runs = f"llama.cpp and what is built on it{IDLE if config['norm_eps'] > 1 else ''}"
+    saves = CENTRING if job.model.config.norm == "cbwc" else SAVES
+    return {"errors": {"float32": error}, "dtype": "float32", "runs": runs, "how": how, "saves": saves}

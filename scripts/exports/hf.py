@@ -30,6 +30,8 @@ IN_GPT2 = {  # what the code calls it -> its name in GPT-2
 }  # fmt: skip
 AUTOS = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
 FILLED = {"RMSNorm": {"weight": 1.0}, "LayerNorm": {"weight": 1.0, "bias": 0.0}}  # where we have none
+RUNS = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
+HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # widths that vLLM 0.32 has on a CPU
 OWN_HOW = (
     HOW.replace("(FOLDER", "(FOLDER, trust_remote_code=True")
     + """
@@ -186,8 +188,9 @@ def write(job: Job) -> dict:
     needed_transformers()
     c, file = job.model.config, stock_file(job.model)
     if file is not None:
-        how = HOW.format(dtype=name_of(job.dtype))
-        return {"errors": write_class(job, file), "how": how, "saves": saves(job.model)}
+        errors, name = write_class(job, file)
+        how, runs = HOW.format(dtype=name_of(job.dtype)), f"{RUNS}, and in whatever else runs a {name}"
+        return {"errors": errors, "runs": runs, "how": how, "saves": saves(job.model)}
     if c.form in ("trained", "unfused") and len(export_files(replace(c, form="trained"))) > 1:
         raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
     name, twin = nearest(c)
@@ -216,7 +219,10 @@ def write(job: Job) -> dict:
         wide = torch.promote_types(dtype, torch.float32)
         logits = load(job.folder, dtype)(input_ids=job.sample).logits.to(wide)
         errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
-    how = OWN_HOW.format(dtype=name_of(job.dtype))
+    how, runs = OWN_HOW.format(dtype=name_of(job.dtype)), RUNS
+    if c.positions == "rope" and c.head_dim in HEADS:  # vLLM loads no GPT-2 that way
+        runs += "; vLLM's transformers backend"
     if {*modules.values()} <= {"Identity", "RMSNorm", "LayerNorm", "Linear"}:
+        runs += "; TransformerLens 4"
         how += LENS.format(gpt2=LENS_GPT2 if c.positions == "learned" else "")
-    return {"errors": errors, "how": how, "saves": saves(job.model)}
+    return {"errors": errors, "runs": runs, "how": how, "saves": saves(job.model)}

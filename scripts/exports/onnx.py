@@ -47,6 +47,7 @@ def write(job: Job) -> dict:
     return {
         "errors": errors,
         "dtype": "float32",
+        "runs": "onnxruntime",
         "how": HOW.format(heads=c.n_kv_head, size=c.head_dim, length=c.block_size, vocabulary=c.vocab_size),
         "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),
     }

@@ -24,6 +24,7 @@ LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it 
 SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class runs:
 vLLM 0.32 and llama.cpp (`--to=gguf`) run it{mlx}. What is without norms is the network itself: `--to=hf` or
 `--to=onnx`."""
+IDLE = " (its norms are computed, and change nothing)"
 CENTRING = "The centring is not computed any more; the norms are, as the stock class's own."
 HOW = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,9 +99,9 @@ def refuse(model: Transformer):
 
 
 @torch.no_grad()
-def write_class(job: Job, file: dict) -> dict[str, float]:
+def write_class(job: Job, file: dict) -> tuple[dict[str, float], str]:
     """Write the folder of a stock class, and read it again: by our own reader in float64, and by transformers
-    in its own type. Returns the errors of both."""
+    in its own type. Returns the errors of both, and the name of their class."""
     transformers = needed_transformers()
     base = (job.meta.get("base") or {}) | token_ids(job.tokenizer)
     write_pretrained({**file, "meta": {"base": base}}, job.folder)
@@ -112,7 +113,8 @@ def write_class(job: Job, file: dict) -> dict[str, float]:
     except ValueError as e:  # a shape that its class refuses
         raise ModelError(f"transformers refuses the file: {' '.join(str(e).split()):.200}") from None
     ours, logits = job.logits(torch.float32), theirs(input_ids=job.sample, use_cache=False).logits.float()
-    return errors | {name_of(dtype): prove(ours, logits, dtype, type(theirs).__name__)}
+    name = type(theirs).__name__
+    return errors | {name_of(dtype): prove(ours, logits, dtype, name)}, name
 
 
 @torch.no_grad()
@@ -147,5 +149,7 @@ def write(job: Job) -> dict:
     llama = file["config"]["norm"] == "rmsnorm" and not (c.qk_norm or c.qkv_bias)
     saves = SAVES.format(mlx="; MLX read a stock Llama" if llama else "")
     saves = CENTRING if c.norm == "cbwc" else saves
-    errors = write_class(job, file)
-    return {"errors": errors, "how": HOW.format(dtype=name_of(job.dtype)), "saves": saves}
+    errors, name = write_class(job, file)
+    runs = f"whatever runs a {name}{IDLE if file['config']['norm_eps'] > 1 else ''}"
+    how = HOW.format(dtype=name_of(job.dtype))
+    return {"errors": errors, "runs": runs, "how": how, "saves": saves}
