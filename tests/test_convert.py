@@ -1,6 +1,5 @@
 """The command that exports, and its two targets that transformers reads: a class of its own, and ours."""
 
-import itertools
 import json
 import os
 import random
@@ -258,6 +257,24 @@ def test_it_is_fine_tuned(shape, change, saved, tmp_path, code_cache):
     assert losses[1] < losses[0] - 0.01
 
 
+@pytest.mark.parametrize("shape, change", [("llama", "all"), ("gpt2", "internal"), ("ours", "coupled")])
+def test_peft_puts_adapters_on_it(shape, change, saved, tmp_path, code_cache):
+    """They learn while all else stays as it was; merged, and loaded again, they say the same."""
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-export.txt")
+    out, idx = convert(saved(network(shape, change)), "hf", tmp_path / f"adapted_{shape}"), ids(4, 20)
+    adapted = peft.get_peft_model(opened(out), peft.LoraConfig(target_modules="all-linear"))
+    loss = adapted(idx, labels=idx).loss
+    loss.backward()
+    torch.optim.AdamW(adapted.parameters(), 1e-2).step()
+    with torch.no_grad():
+        said = adapted(idx, labels=idx)
+        assert said.loss < loss - 0.01
+        adapted.save_pretrained(tmp_path / "adapters")
+        again = peft.PeftModel.from_pretrained(opened(out), tmp_path / "adapters")
+        assert torch.equal(again(idx).logits, said.logits)
+        assert scale_of_difference(adapted.merge_and_unload()(idx).logits, said.logits) <= EXACT
+
+
 USE = """
 import sys, torch, transformers
 assert transformers.__version__.startswith("4.57"), transformers.__version__
@@ -281,8 +298,9 @@ for folder in sys.argv[1:]:
     data = [{"input_ids": row, "labels": row} for row in said["ids"]]
     transformers.Trainer(net, args, train_dataset=data).train()
     assert net(said["ids"], labels=said["ids"]).loss < before - 0.01, folder
-    net.save_pretrained(f"{folder}_again")
-    load(f"{folder}_again", trust_remote_code=True)
+    net.eval().save_pretrained(f"{folder}_again")
+    again = load(f"{folder}_again", trust_remote_code=True, dtype=torch.float64).eval()
+    assert torch.equal(again(said["ids"]).logits, net(said["ids"]).logits), folder
 print("said the same")
 """
 
@@ -293,10 +311,11 @@ def test_transformers_4_says_the_same(saved, tmp_path):
     if (python := os.environ.get("NANONORM_TRANSFORMERS_457")) is None:
         pytest.skip("NANONORM_TRANSFORMERS_457=PYTHON names no interpreter with transformers 4.57")
     folders = []
-    for shape, change in itertools.product(("ours", "qwen2", "qwen3", "gpt2"), CHANGES):
-        if change == "baseline":
-            continue
-        ours, idx = network(shape, change), ids(2, 9)
+    shapes = ("ours", "qwen2", "qwen3", "gpt2")
+    cells = [(shape, change, {}) for shape in shapes for change in CHANGES if change != "baseline"]
+    cells += [(shape, "baseline", {"norm": norm}) for shape, norm in (("ours", "dyt"), ("gpt2", "derf"))]
+    for shape, change, knobs in cells:
+        ours, idx = network(shape, change, **knobs), ids(2, 9)
         folders.append(convert(saved(ours), "hf", tmp_path / f"old_{shape}_{change}"))
         text = torch.cat([ours.generate(row[None], 12, temperature=0) for row in idx])
         with torch.no_grad():
@@ -485,6 +504,27 @@ def test_what_a_stock_class_cannot_hold_is_refused(shape, change, knobs, words, 
 
 # ---------------------------------------------------------------------------------------------------------
 # the command
+
+
+WHERE = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
+HEADS_OF_32 = {"n_embd": 128}
+
+
+@pytest.mark.parametrize(
+    "to, shape, change, knobs, where",
+    [
+        ("hf", "llama", "internal", HEADS_OF_32, f"{WHERE}; vLLM's transformers backend; TransformerLens 4"),
+        ("hf", "llama", "internal", {}, f"{WHERE}; TransformerLens 4"),
+        ("hf", "gpt2", "internal", HEADS_OF_32, f"{WHERE}; TransformerLens 4"),
+        ("hf", "ours", "coupled", HEADS_OF_32, f"{WHERE}; vLLM's transformers backend"),
+        ("hf", "qwen3", "baseline", {}, f"{WHERE}, and in whatever else runs a Qwen3ForCausalLM"),
+        ("stock", "gpt2", "all", {}, "whatever runs a GPT2LMHeadModel (its norms are computed, and change nothing)"),
+        ("stock", "llama", "cbwc", {"norm_bias": False}, "whatever runs a LlamaForCausalLM"),
+    ],
+)
+def test_where_it_runs_is_said_of_this_network(to, shape, change, knobs, where, saved, capsys, tmp_path):
+    convert(saved(network(shape, change, **knobs)), to, tmp_path / "out")
+    assert capsys.readouterr().out.endswith(f"\nit runs in {where}\n")
 
 
 def test_the_card_says_what_it_is(saved, tmp_path):

@@ -70,6 +70,7 @@ def test_llama_cpp_agrees(name, tokenizer, tmp_path):
         key: read.get_field(key).contents() for key in ("general.architecture", "general.base_model.0.name")
     }
     assert list(said.values()) == [arch, "someone/something"] and arch in done["how"]
+    assert done["runs"].endswith("change nothing)") == (not name.endswith("with its norms"))
     assert {t.tensor_type.name for t in read.tensors} == {"F32"}
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 

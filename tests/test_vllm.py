@@ -29,9 +29,18 @@ NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
     "cbwc": ("ours", "cbwc", {}, "hf", "TransformersForCausalLM"),
     "qwen 2": ("qwen2", "all", {}, "hf", "TransformersForCausalLM"),
     "dyt": ("ours", "baseline", {"norm": "dyt"}, "hf", "TransformersForCausalLM"),
+    "derf": ("ours", "baseline", {"norm": "derf"}, "hf", "TransformersForCausalLM"),
+    "layernorm": ("ours", "all", {"norm": "layernorm"}, "hf", "TransformersForCausalLM"),  # a head with a bias
     "gpt 2, stock": ("gpt2", "all", {}, "stock", "GPT2LMHeadModel"),
     "qwen 3": ("qwen3", "internal", {"head_dim": 32}, "hf", "TransformersForCausalLM"),
 }
+OPTIONS = {
+    "prefix cache": {"enforce_eager": True, "enable_prefix_caching": True},
+    "none": {"enforce_eager": True, "enable_prefix_caching": False},
+    "compiled": {"enforce_eager": False, "enable_prefix_caching": True},  # as vLLM comes, and slow to start
+}
+COMPILED = ("all", "coupled")
+CASES = [(name, how) for name in NETWORKS for how in OPTIONS if how != "compiled" or name in COMPILED]
 
 
 def ask(folder: Path, rounds: list[dict], **options) -> dict:
@@ -55,9 +64,8 @@ def assert_says_what_we_say(ours, prompt: list[int], tokens: list[int], logprobs
             assert abs(log - at[int(i)].item()) < 1e-3 * (at.max() - at.min())
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "none"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_vllm_agrees(name, caching, saved, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("name, how", CASES)
+def test_vllm_agrees(name, how, saved, tmp_path):  # noqa: F811
     shape, change, knobs, to, theirs = NETWORKS[name]
     ours = randomize(network(shape, change, torch.float32, **SHAPE, **knobs), std=0.05)
     folder = convert(saved(ours), to, tmp_path / "export")
@@ -65,11 +73,10 @@ def test_vllm_agrees(name, caching, saved, tmp_path):  # noqa: F811
     prompts = [text[:n] for n in (190, PREFIX + 1, PREFIX + 17, 33, 1)]
     each = {"prompts": prompts, "tokens": 64, "logprobs": 5}
     impl = "transformers" if theirs == "TransformersForCausalLM" else "auto"
-    options = {"model_impl": impl, "enforce_eager": True, "enable_prefix_caching": caching}
-    said = ask(folder, [each, each], **options)
+    said = ask(folder, [each, each], model_impl=impl, **OPTIONS[how])
     assert said["model"] == theirs
     for found in said["rounds"]:
         for row in zip(prompts, found["tokens"], found["logprobs"], strict=True):
             assert_says_what_we_say(ours, *row)
     cached = [found["cached"] for found in said["rounds"]]
-    assert (cached[1] >= 3 * 128) if caching else cached == [0, 0]
+    assert (cached[1] >= 3 * 128) if OPTIONS[how]["enable_prefix_caching"] else cached == [0, 0]

@@ -1,0 +1,128 @@
+"""scripts/speed/serving.py: what it asks for, what it makes, and its tables; a timing is made up here."""
+
+import csv
+import json
+import random
+
+import pytest
+from conftest import refuses, tiny
+
+from forms import from_file
+from nanonorm.files import write_file
+from nanonorm.run import open_model
+from scripts.speed import serving
+
+VLLM = "with norms in vLLM's class"
+
+
+def row(mode: str, contestant: str, turn: int, batch: int, seconds: float, tokens: int = 10) -> dict:
+    return dict(zip(serving.COLUMNS, (mode, contestant, turn, batch, tokens, 0, seconds), strict=True))
+
+
+def test_a_ratio_is_the_median_over_turns_of_the_best_rounds():
+    """Of the reference's of the same turn; a turn that one of the two lacks has none."""
+    rows = [row("compiled", "with norms", turn, 1, s) for turn, s in enumerate((1.0, 2.0, 4.0))]
+    rows += [row("compiled", "none", turn, 1, s) for turn, s in enumerate((0.5, 2.0, 2.5, 1.0))]
+    rows += [row("compiled", who, 0, 1, 9.0) for who in ("with norms", "none")]  # a round that was slower
+    rows += [row("compiled", "none", 0, 4, 1.0)]
+    rows += [row("eager", "with norms", 0, 1, 5.0), row("eager", VLLM, 0, 1, 4.0)]
+    random.Random(0).shuffle(rows)
+    first, second, eager = serving.tables(rows).split("\n\n")
+    assert first.splitlines()[0] == "| compiled, batch 1 | tok/s | least-most | ratio | to |"
+    assert f"| with norms | 5.0 | 2.5-10.0 |  | {VLLM} |" in first  # to what has no row there
+    assert "| none | 7.5 | 4.0-20.0 | 1.600x 1.000-2.000 | with norms |" in first  # 2, 1 and 1.6
+    assert "compiled, batch 4" in second and "| none | 40.0 | 40.0-40.0 |  | with norms |" in second
+    assert "eager, batch 1" in eager and "none" not in eager
+    assert f"| {VLLM} | 2.5 | 2.5-2.5 | 1 | {VLLM} |" in eager
+    assert f"| with norms | 2.0 | 2.0-2.0 | 0.800x 0.800-0.800 | {VLLM} |" in eager
+
+
+def test_the_rounds_of_a_process():
+    """Of each batch one to warm up, which is not counted; the same prompts for all who have this seed."""
+    k = serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, rounds=2)
+    asked = serving.rounds_of(k, 50)
+    assert [(len(each["prompts"]), each["tokens"]) for each in asked] == [
+        (size, tokens) for size in (1, 3) for tokens in (8, 9, 9)
+    ]
+    prompts = [tuple(prompt) for each in asked for prompt in each["prompts"]]
+    assert {len(prompt) for prompt in prompts} == {5} and len(set(prompts)) == len(prompts)
+    assert {i for prompt in prompts for i in prompt} <= set(range(50))
+    assert asked == serving.rounds_of(k, 50)
+    assert asked != serving.rounds_of(serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, seed=1), 50)
+
+
+@pytest.fixture
+def source(corpus, tmp_path):
+    """A function that writes a network, with its tokenizer beside it; returns its path."""
+
+    def save(variant: str, name: str = "model.pt"):
+        folder = tmp_path / "source"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+        write_file(tiny(variant, vocab_size=400).to_file({"phase": "norm", "gate": 1.0}), folder / name)
+        return folder / name
+
+    return save
+
+
+def test_networks_without_norms_are_made_of_one_that_has_them(source, tmp_path):
+    given = source("rmsnorm")
+    for name, (norm, taper) in serving.CHANGES.items():
+        serving.make_network(str(given), name, tmp_path / "made.pt")
+        made = from_file(*open_model(tmp_path / "made.pt"))
+        assert (made.config.norm, made.config.taper) == (norm, taper)
+        scales = {site: each.c.item() for site, each in made.taper_norms().items()}
+        assert bool(scales) == (taper == "all") and made.gate.max() == 0
+        assert all(c == pytest.approx(1.0 if "final" in site else serving.SCALE) for site, c in scales.items())
+    with refuses("norm=layernorm; this needs a network with rmsnorm"):
+        serving.make_network(str(source("layernorm")), "none", tmp_path / "none.pt")
+
+
+@pytest.fixture
+def serve(source, tmp_path, monkeypatch):
+    """A function that runs the command, but times nothing; returns what a process was started for."""
+    given, asked = source("rmsnorm"), []
+
+    def seconds_of(k, contestant, folder):
+        assert json.loads((folder / "nanonorm.json").read_text())["to"] == contestant.to
+        asked.append(contestant)
+        return {size: [1.0 / size] * k.rounds for size in k.batch}
+
+    def run(*flags, path=given):
+        asked.clear()
+        command = ["serving.py", path, f"--out={tmp_path / 'out'}", "--who=none,coupled", "--batch=1,2", *flags]
+        monkeypatch.setattr("sys.argv", list(map(str, command)))
+        serving.main()
+        return [*asked]
+
+    monkeypatch.setattr(serving, "seconds_of", seconds_of)
+    return run
+
+
+def test_it_goes_on_where_it_was_stopped(serve, tmp_path, capsys):
+    """Whatever was timed is timed once, and the table is printed in the end."""
+    whole = serve("--processes=3", "--most=4") + serve("--processes=3", "--most=1")
+    assert len(whole) == 5 and "tok/s" not in capsys.readouterr().out
+    whole += serve("--processes=3")
+    assert sorted(whole) == sorted([serving.CONTESTANTS[name] for name in ("none", "coupled")] * 3)
+    assert capsys.readouterr().out.count("tok/s") == 2 and serve("--processes=3") == []
+    rows = list(csv.DictReader((tmp_path / "out/serving.csv").open()))
+    assert len(rows) == 3 * 2 * 2 * 2 and len({tuple(row.values()) for row in rows}) == len(rows)
+    assert len(serve("--processes=4", "--mode=eager")) == 8  # rows of their own
+
+
+def test_a_folder_has_rows_of_the_same_settings(serve, source, tmp_path):
+    out = tmp_path / "out"
+    with refuses("norm=layernorm"):  # nothing is made yet, so another start may differ
+        serve("--seed=1", path=source("layernorm", "other.pt"))
+    serve("--most=1")
+    kept = (out / "serving.csv").read_text()
+    for flag in ("--batch=2", "--prompt=8", "--new_tokens=8", "--rounds=1", "--threads=1", "--seed=1"):
+        with refuses(f"{out} was begun with {flag.partition('=')[0]}="):
+            serve(flag)
+    with refuses(f"was begun with PATH={tmp_path / 'source/model.pt'}, not {tmp_path / 'source'}"):
+        serve(path=tmp_path / "source")
+    assert (out / "serving.csv").read_text() == kept and len(serve("--processes=1")) == 1
+    (out / "settings.json").unlink()  # as an earlier version left it
+    with refuses("was begun with PATH=unknown, not"):
+        serve()
