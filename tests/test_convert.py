@@ -508,6 +508,7 @@ def test_what_a_stock_class_cannot_hold_is_refused(shape, change, knobs, words, 
 
 WHERE = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
 HEADS_OF_32 = {"n_embd": 128}
+IDLE = " (its norms are computed, and change nothing)"
 
 
 @pytest.mark.parametrize(
@@ -518,7 +519,7 @@ HEADS_OF_32 = {"n_embd": 128}
         ("hf", "gpt2", "internal", HEADS_OF_32, f"{WHERE}; TransformerLens 4"),
         ("hf", "ours", "coupled", HEADS_OF_32, f"{WHERE}; vLLM's transformers backend"),
         ("hf", "qwen3", "baseline", {}, f"{WHERE}, and in whatever else runs a Qwen3ForCausalLM"),
-        ("stock", "gpt2", "all", {}, "whatever runs a GPT2LMHeadModel (its norms are computed, and change nothing)"),
+        ("stock", "gpt2", "all", {}, f"whatever runs a GPT2LMHeadModel{IDLE}"),
         ("stock", "llama", "cbwc", {"norm_bias": False}, "whatever runs a LlamaForCausalLM"),
     ],
 )

@@ -73,7 +73,8 @@ def test_networks_without_norms_are_made_of_one_that_has_them(source, tmp_path):
         assert (made.config.norm, made.config.taper) == (norm, taper)
         scales = {site: each.c.item() for site, each in made.taper_norms().items()}
         assert bool(scales) == (taper == "all") and made.gate.max() == 0
-        assert all(c == pytest.approx(1.0 if "final" in site else serving.SCALE) for site, c in scales.items())
+        wanted = {site: 1.0 if site == "norm_final" else serving.SCALE for site in scales}
+        assert scales == pytest.approx(wanted)
     with refuses("norm=layernorm; this needs a network with rmsnorm"):
         serving.make_network(str(source("layernorm")), "none", tmp_path / "none.pt")
 
@@ -90,8 +91,8 @@ def serve(source, tmp_path, monkeypatch):
 
     def run(*flags, path=given):
         asked.clear()
-        command = ["serving.py", path, f"--out={tmp_path / 'out'}", "--who=none,coupled", "--batch=1,2", *flags]
-        monkeypatch.setattr("sys.argv", list(map(str, command)))
+        command = ["serving.py", path, f"--out={tmp_path / 'out'}", "--who=none,coupled", "--batch=1,2"]
+        monkeypatch.setattr("sys.argv", list(map(str, [*command, *flags])))
         serving.main()
         return [*asked]
 

@@ -30,7 +30,7 @@ NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
     "qwen 2": ("qwen2", "all", {}, "hf", "TransformersForCausalLM"),
     "dyt": ("ours", "baseline", {"norm": "dyt"}, "hf", "TransformersForCausalLM"),
     "derf": ("ours", "baseline", {"norm": "derf"}, "hf", "TransformersForCausalLM"),
-    "layernorm": ("ours", "all", {"norm": "layernorm"}, "hf", "TransformersForCausalLM"),  # a head with a bias
+    "layernorm": ("ours", "all", {"norm": "layernorm"}, "hf", "TransformersForCausalLM"),
     "gpt 2, stock": ("gpt2", "all", {}, "stock", "GPT2LMHeadModel"),
     "qwen 3": ("qwen3", "internal", {"head_dim": 32}, "hf", "TransformersForCausalLM"),
 }
@@ -74,7 +74,7 @@ def test_vllm_agrees(name, how, saved, tmp_path):  # noqa: F811
     each = {"prompts": prompts, "tokens": 64, "logprobs": 5}
     impl = "transformers" if theirs == "TransformersForCausalLM" else "auto"
     said = ask(folder, [each, each], model_impl=impl, **OPTIONS[how])
-    assert said["model"] == theirs
+    assert said["model"] == theirs and said["compiled"] == (how == "compiled")
     for found in said["rounds"]:
         for row in zip(prompts, found["tokens"], found["logprobs"], strict=True):
             assert_says_what_we_say(ours, *row)

@@ -39,9 +39,9 @@ LOSSES = {  # what a run's file has of its validation -> the metric's type and n
 @dataclass
 class Job:
     """One export. `write(job)` of its module fills `folder` and returns {"errors": {type: largest error of a
-    logit, of `spread`}, "runs": where, "how": how to load it, "saves": what it saves and what not}, and "dtype"
-    if the weights are written in another type than the model's. It raises ModelError for a network that the
-    target cannot hold, and for an error above `ALLOWED`."""
+    logit, of `spread`}, "runs": where, "how": how to load it, "saves": what it saves and what not}, and
+    "dtype" if the weights are written in another type than the model's. It raises ModelError for a network
+    that the target cannot hold, and for an error above `ALLOWED`."""
 
     model: Transformer  # in eval mode on the CPU, its weights as they will be exported
     tokenizer: Any  # as data.tokenizer.load_tokenizer gives it

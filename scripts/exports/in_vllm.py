@@ -4,9 +4,9 @@
 
 asked.json holds {"folder", "options": of vllm.LLM, "rounds": [{"prompts": rows of ids, "tokens": how many
 are to follow each, "logprobs": of how many candidates}]}. The last line printed is {"model": vLLM's class,
-"version", "rounds": [{"tokens": of each prompt, "logprobs": for each of them the natural logarithms by id,
-"cached": prompt tokens that the prefix cache held, "seconds"}]}. All is greedy, and no token ends a text. -P
-keeps the other files of this folder from standing in for packages.
+"version", "compiled": whether it compiled that, "rounds": [{"tokens": of each prompt, "logprobs": for each of
+them the natural logarithms by id, "cached": prompt tokens that the prefix cache held, "seconds"}]}. All is
+greedy, and no token ends a text. -P keeps the other files of this folder from standing in for packages.
 """
 
 import json
@@ -37,8 +37,9 @@ def main():
     asked = json.load(sys.stdin)
     llm = vllm.LLM(asked["folder"], trust_remote_code=True, skip_tokenizer_init=True, **asked["options"])
     (model,) = llm.apply_model(lambda model: type(model).__name__)
-    rounds = [answer(llm, each) for each in asked["rounds"]]
-    print("\n" + json.dumps({"model": model, "version": vllm.__version__, "rounds": rounds}))
+    compiled = bool(llm.llm_engine.vllm_config.compilation_config.mode)
+    found = {"model": model, "version": vllm.__version__, "compiled": compiled}
+    print("\n" + json.dumps(found | {"rounds": [answer(llm, each) for each in asked["rounds"]]}))
 
 
 if __name__ == "__main__":

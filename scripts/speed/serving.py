@@ -9,9 +9,9 @@ one. scripts/convert.py exports them, which proves each export.
 
 A contestant is a process: a warm-up of each batch, then --rounds of each. They take turns in a fresh order,
 for --processes turns. OUT/serving.csv gets a line for each round; the command, given again, goes on where it
-was stopped, and --most ends it after so many processes. Other settings need another OUT. A ratio is the median
-over turns of the contestant's tok/s (of its best round) over the reference's of the same turn, with the
-smallest and the largest. tok/s counts new tokens, and the time of the prompts is in it.
+was stopped, and --most ends it after so many processes. Other settings need another OUT. A ratio is the
+median over turns of the contestant's tok/s (of its best round) over the reference's of the same turn, with
+the smallest and the largest. tok/s counts new tokens, and the time of the prompts is in it.
 """
 
 import csv
