@@ -268,7 +268,7 @@ def test_peft_puts_adapters_on_it(shape, change, saved, tmp_path, code_cache):
     torch.optim.AdamW(adapted.parameters(), 1e-2).step()
     with torch.no_grad():
         said = adapted(idx, labels=idx)
-        assert said.loss < loss - 0.01
+        assert said.loss < loss - 1e-3  # theirs is float32, and one step from B = 0 is small
         adapted.save_pretrained(tmp_path / "adapters")
         again = peft.PeftModel.from_pretrained(opened(out), tmp_path / "adapters")
         assert torch.equal(again(idx).logits, said.logits)
