@@ -44,11 +44,11 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, write_file
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
+from nanonorm.tables import markdown
 from nanonorm.typed import Count, Positive, Whole
 from scripts.convert import whole_folder
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
-from scripts.studies.tables import markdown
 
 LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
 WITHIN = 0.1  # of the least KL, whose standard error on 2,048 tokens of text was 4 to 7% (SmolLM2-135M)

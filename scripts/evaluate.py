@@ -37,10 +37,10 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.kernels import upcast
 from nanonorm.log import say
 from nanonorm.machine import pick_device
+from nanonorm.tables import markdown
 from nanonorm.typed import Count, Positive
 from scripts.exports.networks import Network, open_network
 from scripts.studies.table4 import CONTEXT, paper_says, row_of
-from scripts.studies.tables import markdown
 
 PERCENTILES = {"p2.5": 2.5, "median": 50.0, "p97.5": 97.5, "p99.9": 99.9}
 

@@ -31,12 +31,12 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import folder_name
 from nanonorm.machine import pick_device
+from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Range, Whole
 from scripts.evaluate import Text, batches, checked, open_text
 from scripts.exports.networks import Network
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
-from scripts.studies.tables import markdown, write_csv
 
 EPS = 1e-5  # of GPT-2's LayerNorm; in place of an eps so large that the norm is a fixed scaling
 AT_ONCE = 2048  # tokens in one forward pass

@@ -114,7 +114,7 @@ def test_bad_input_is_one_line(argv, said, command, capsys):
 # ---------------------------------------------------------------------------------------------------------
 # going on
 
-JOIN = "scripts/studies/join_texts.py"
+JOIN = "data/join_texts.py"
 CHAIN = f"""
 [values]
 more = ""

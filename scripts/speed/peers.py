@@ -40,12 +40,12 @@ from nanonorm.cli import check_out, finish, parse_flags
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
+from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
 from scripts.speed.tables import Shape, in_words
-from scripts.studies.tables import markdown
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip

@@ -30,11 +30,11 @@ from nanonorm import kernels
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
+from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed
 from scripts.speed.tables import in_words
-from scripts.studies.tables import markdown
 
 NETWORKS = {  # name -> norm, taper, form
     "with norms": ("rmsnorm", "none", "trained"),

@@ -34,9 +34,9 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, json_object, write_file, write_json
 from nanonorm.run import given_weights
+from nanonorm.tables import markdown, report_folder
 from nanonorm.typed import Count, Whole
 from scripts.convert import Convert, exported
-from scripts.studies.tables import markdown, report_folder
 
 
 class Contestant(NamedTuple):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from model import ModelConfig
+from nanonorm.tables import markdown
 from nanonorm.timing import ratio, tensor_peak, time_rounds
 from nanonorm.typed import Count
-from scripts.studies.tables import markdown
 
 
 @dataclass

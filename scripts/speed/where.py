@@ -21,12 +21,12 @@ from model import NORMS  # not found? pip install -e .
 from nanonorm.cli import finish, parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.machine import keep_freed_memory, pick_dtype
+from nanonorm.tables import markdown
 from nanonorm.timing import take_turns
 from nanonorm.typed import Count
 from scripts.speed.parts import Parts, make_step
 from scripts.speed.peers import Peers, llama_of, train_hf, write_checkpoint
 from scripts.speed.tables import Shape
-from scripts.studies.tables import markdown
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
     "attention": ("_scaled_dot_product", "_flash_attention"),

@@ -27,11 +27,11 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.log import say
 from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
+from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Whole
 from scripts.couple import coupled, measure, plain, spread_starts
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
-from scripts.studies.tables import markdown, write_csv
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
 KL = ("KL, one", "KL, each", "KL, floor")

@@ -20,6 +20,7 @@ from pathlib import Path
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
+from nanonorm.tables import markdown, write_csv
 from scripts.studies.figures import OTHER, STYLE, Figures, shades
 from scripts.studies.runs import (
     PAPER_ROWS,
@@ -32,7 +33,6 @@ from scripts.studies.runs import (
     versions_of,
 )
 from scripts.studies.stats import interval, relative, spread
-from scripts.studies.tables import markdown, write_csv
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FAILED = 10.0  # %: a run this far behind is of another kind, and no mean holds it

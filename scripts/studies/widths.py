@@ -13,9 +13,9 @@ from pathlib import Path
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
+from nanonorm.tables import markdown, write_csv, write_markdown
 from scripts.studies.figures import Figures
 from scripts.studies.runs import read_json
-from scripts.studies.tables import markdown, write_csv, write_markdown
 
 COLUMNS = ["mode", "n_embd", "runtime", "variant", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work"]
 

@@ -1,6 +1,6 @@
 """Several texts as one, with a line <|endoftext|> between them.
 
-python scripts/studies/join_texts.py OUT IN IN
+python data/join_texts.py OUT IN IN
 """
 
 import sys
