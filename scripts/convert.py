@@ -96,10 +96,10 @@ def open_source(name: str, form: str) -> tuple[Transformer, Path]:
     return from_file(file, path), path
 
 
-def real_text(tokenizer: Tokenizer, block_size: int, own: str | None) -> tuple[torch.Tensor, str]:
+def real_text(tokenizer: Tokenizer, longest: int, own: str | None) -> tuple[torch.Tensor, str]:
     """(ids (ROWS, T) of real text, where it is from): of a corpus of this tokenizer if one is here, first of
     all the one whose source is `own`."""
-    T = min(block_size, LENGTH)
+    T = min(longest, LENGTH)
     found = []
     for path in sorted((ROOT / "data").glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -166,7 +166,7 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
             print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
         meta = model.meta
-        idx, text = real_text(tokenizer, c.block_size, meta.get("corpus", {}).get("source"))
+        idx, text = real_text(tokenizer, c.longest_text, meta.get("corpus", {}).get("source"))
         wanted = torch.float32 if to in ("gguf", "onnx") else DTYPES.get(cfg.dtype)  # what is written
         if wanted is not None:  # the fold is to be as exact as what it is written in
             model = model.to(torch.promote_types(types_of(model)[0], wanted))

@@ -178,7 +178,7 @@ def compare(file: dict, path: Path, before: Transformer, own, cfg: Couple, val, 
     """{(kept blocks, alpha): (its numbers, Divergence)} of every choice, on windows from all of `val` that
     begin at multiples of `apart`. before: the original, which runs once."""
     device = before.tok_emb.weight.device
-    T = min(cfg.window, before.config.block_size, len(val) - 1)
+    T = min(cfg.window, before.config.longest_text, len(val) - 1)
     x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
     kept = sorted({*KEPT, *{cfg.keep} - {"auto"}})
     ways = dict.fromkeys(("mean", "layer", "floor", *{cfg.alpha} - {"auto"}))
@@ -259,7 +259,7 @@ def main():
         raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
     if cfg.keep != "auto" and cfg.keep >= base.n_layer:
         raise BadInput(f"keep={cfg.keep} leaves none of the {base.n_layer} blocks of {path} to couple")
-    T = min(cfg.window, base.block_size)
+    T = min(cfg.window, base.longest_text)
     data_folder = corpus_folder(cfg.data)
     corpus, train, val = open_corpus(data_folder, T)
     refuse_other_tokens(corpus, data_folder, file["meta"].get("corpus", {}), path)

@@ -118,7 +118,7 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
     wide = torch.promote_types(dtype, torch.float32)
     narrow = wide if cfg.adapter == "none" else dtype
     if cfg.teacher is not None:
-        teacher = untapered(hollow_file(cfg.teacher), cfg.teacher, cfg.block_size)
+        teacher = untapered(hollow_file(cfg.teacher), cfg.teacher, cfg.block_size, cfg.sink_token)
         if cfg.adapter != "none":
             share(model, teacher, f"start it from {cfg.teacher}")
     for network in (model, teacher) if teacher is not None else (model,):
@@ -179,11 +179,11 @@ def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
     with FakeTensorMode(), turned_off(), warnings.catch_warnings(action="ignore"):  # torch's, on mixed types
         fake(model, narrow)
         ours |= {p.untyped_storage()._cdata for p in model.parameters()}
-        ids = torch.zeros(cfg.batch_size, config.block_size, dtype=torch.long)
+        ids = torch.zeros(cfg.batch_size, config.longest_text, dtype=torch.long)
         model.blocks[-1].register_forward_pre_hook(lambda *_: seen.append(sum(sizes.values())))
         with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             model.stream(ids)
-    return sum(sizes.values()) - seen[0], sum(sizes.values())
+    return sum(sizes.values()) - seen[-1], sum(sizes.values())
 
 
 def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from forms import export_files
+from forms import export_files, unfuse
 from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
@@ -29,6 +29,7 @@ IN_GPT2 = {  # what the code calls it -> its name in GPT-2
     "post_attention_layernorm": "ln_2", "rms_norm_eps": "layer_norm_epsilon",
 }  # fmt: skip
 AUTOS = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+SINK = ("sink_k", "sink_v")  # of all layers; theirs are each attention's own
 FILLED = {"RMSNorm": {"weight": 1.0}, "LayerNorm": {"weight": 1.0, "bias": 0.0}}  # where we have none
 RUNS = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
 HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # widths that vLLM 0.32 has on a CPU
@@ -40,6 +41,11 @@ Written for transformers 4.57 and 5.23. `modeling_nanonorm.py` is all of its cod
 (MIT licence, `LICENSE.nanonorm`). transformers 4 keeps such code by the name of its folder: give each export
 a name of its own."""
 )
+SUNK = """
+
+Token {token} stands in front of every text already, as constants that attention reads: do not give it again,
+and where the tokenizer adds it say `add_special_tokens=False`. Only attention by sdpa reads them, so any
+other is refused, vLLM's and TransformerLens's too."""
 LENS = """
 
 In TransformerLens 4:
@@ -73,7 +79,7 @@ def form_for(c: ModelConfig) -> str:
 
 def nearest(c: ModelConfig) -> tuple[str, dict]:
     """(a class of transformers, the settings of a network of this shape that it is). Raises: ModelError."""
-    twin = {**asdict(c), "form": "trained", "taper": "none", "norm": "rmsnorm"}
+    twin = {**asdict(c), "form": "trained", "taper": "none", "norm": "rmsnorm", "sink_token": None}
     if c.positions == "learned":
         twin |= {"norm": "layernorm", "norm_bias": True, "bias": True, "qkv_bias": False}
     wrong = {name: misfits(twin, family) for name, family in FAMILIES.items()}
@@ -84,12 +90,22 @@ def nearest(c: ModelConfig) -> tuple[str, dict]:
     return name, twin
 
 
+def sink_shape(c: dict) -> tuple[int, int, int]:
+    """Of the sink's keys in a layer."""
+    return c["n_kv_head"], 1, c["head_dim"]
+
+
 def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
     """The names of tensors of ours -> what each is made of. Where theirs has no place for a bias, or for what
     else stands beside a weight, it stands beside theirs."""
     every = {**twin, "bias": True, "qkv_bias": True, "qk_norm": True, "tie_embeddings": False}
     pieces, found = pieces_of(family.names, every), {}
     for name in ours:
+        if name in SINK:
+            writers = [pieces[f"blocks.{i}.attn.proj.weight"][0].name for i in range(twin["n_layer"])]
+            theirs, shape = [writer.rsplit(".", 2)[0] for writer in writers], (1, *sink_shape(twin))
+            found[name] = [Piece(f"{attention}.{name}", shape, False) for attention in theirs]
+            continue
         stem, _, leaf = name.rpartition(".")
         owner = f"{stem}.norm_mlp.weight" if leaf == "floor" else f"{stem}.weight"  # a floor is a block's
         beside = [piece._replace(name=piece.name.replace("weight", leaf)) for piece in pieces[owner]]
@@ -194,8 +210,9 @@ def write(job: Job) -> dict:
     if c.form in ("trained", "unfused") and len(export_files(replace(c, form="trained"))) > 1:
         raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
     name, twin = nearest(c)
-    family = FAMILIES[name]
-    tensors, modules = translated(job.model, family, twin)
+    family, sunk = FAMILIES[name], c.sink_token is not None
+    stored = unfuse(job.model) if sunk and c.form == "trained" else job.model
+    tensors, modules = translated(stored, family, twin)
     config = {
         **to_theirs(twin, family),
         "model_type": f"nanonorm_{family.model_type}",
@@ -205,6 +222,7 @@ def write(job: Job) -> dict:
         "modules": starred(modules, c.n_layer),
         "coupled_grad": c.coupled_grad,
         "coupled_floor": c.coupled_floor,
+        "sink": sink_shape(twin) if sunk else None,
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }
@@ -220,9 +238,10 @@ def write(job: Job) -> dict:
         logits = load(job.folder, dtype)(input_ids=job.sample).logits.to(wide)
         errors[name_of(dtype)] = prove(job.logits(wide), logits, dtype, "the folder loaded again")
     how, runs = OWN_HOW.format(dtype=name_of(job.dtype)), RUNS
-    if c.positions == "rope" and c.head_dim in HEADS:  # vLLM loads no GPT-2 that way
+    how += SUNK.format(token=c.sink_token) if sunk else ""
+    if c.positions == "rope" and c.head_dim in HEADS and not sunk:  # vLLM loads no GPT-2 that way
         runs += "; vLLM's transformers backend"
-    if {*modules.values()} <= {"Identity", "RMSNorm", "LayerNorm", "Linear"}:
+    if not sunk and {*modules.values()} <= {"Identity", "RMSNorm", "LayerNorm", "Linear"}:
         runs += "; TransformerLens 4"
         how += LENS.format(gpt2=LENS_GPT2 if c.positions == "learned" else "")
     return {"errors": errors, "runs": runs, "how": how, "saves": saves(job.model)}

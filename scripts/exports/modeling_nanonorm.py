@@ -1,14 +1,19 @@
 """A Llama of transformers 4.57 or 5 that has other modules, or none, where its norms were.
 
 config.modules says which: {name of a module, in the base model: what stands there}, with * for the number of
-a layer where all of them agree. Written by nanonorm; trust_remote_code=True loads it.
+a layer where all of them agree. With config.sink, attention sees in front of every text the keys and values
+of one more token, at position 0, which are constants. Written by nanonorm; trust_remote_code=True loads it.
 """
 
 import re
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
@@ -73,6 +78,43 @@ class CoupledLayer(LlamaDecoderLayer):
         return super().forward(hidden_states, *args, **kwargs)
 
 
+def behind_sink(module, query, key, value, attention_mask, **kwargs):
+    """Attention by sdpa, with the sink's key and value before those of the text."""
+    pairs = (module.sink_k, key), (module.sink_v, value)
+    key, value = (torch.cat((s.to(t.dtype).expand(len(t), -1, -1, -1), t), 2) for s, t in pairs)
+    T, S = query.shape[2], key.shape[2]
+    if attention_mask is not None:
+        attention_mask = F.pad(attention_mask, (1, 0), value=True)
+    elif T > 1:
+        attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(1)[None, None]
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def one_later(module, args, kwargs):
+    """A forward pre-hook of what takes positions last: the sink has the first."""
+    *before, positions = (*args, *kwargs.values())
+    return (*before, positions + 1), {}
+
+
+SINK = "nanonorm_sink"
+ALL_ATTENTION_FUNCTIONS.register(SINK, behind_sink)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SINK, sdpa_mask)
+
+
+def add_sink(model, config):
+    """Give the modules of a Llama a sink. Raises: ValueError where other attention is asked for."""
+    if config._attn_implementation not in (None, "sdpa", SINK):
+        asked = f"attn_implementation={config._attn_implementation}"
+        raise ValueError(f"{asked} would leave out the sink of this network; it runs with sdpa alone")
+    config._attn_implementation = SINK
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        for which in ("sink_k", "sink_v") if name in ("self_attn", "attn") else ():
+            module.register_buffer(which, torch.zeros(1, *config.sink))
+        if name in ("rotary_emb", "wpe"):
+            module.register_forward_pre_hook(one_later, with_kwargs=True)
+
+
 def exchange(model, config):
     """Put what config.modules names in place of the modules of a Llama."""
     for path, old in list(model.named_modules()):
@@ -86,9 +128,18 @@ def exchange(model, config):
             new = NORMS[kind](len(old.weight), config.rms_norm_eps)
         if kind is not None:
             model.set_submodule(path, new)
+    if config.sink is not None:
+        add_sink(model, config)
 
 
-class NanonormModel(LlamaModel):
+class Sunk:
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        if self.config.sink is not None and attn_implementation != SINK:
+            raise ValueError(f"{attn_implementation} would leave out the sink of this network")
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+class NanonormModel(Sunk, LlamaModel):
     config_class = NanonormConfig
 
     def __init__(self, config):
@@ -96,7 +147,7 @@ class NanonormModel(LlamaModel):
         exchange(self, config)
 
 
-class NanonormForCausalLM(LlamaForCausalLM):
+class NanonormForCausalLM(Sunk, LlamaForCausalLM):
     config_class = NanonormConfig
 
     def __init__(self, config):

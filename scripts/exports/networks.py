@@ -67,7 +67,7 @@ def ours(name: str, file: dict, path: Path) -> Network:
     elif model.taper_norms() and model.phase != "scale":
         remark = "its taper is not over; it is evaluated at gate 0"
     corpus = model.meta.get("corpus", {})
-    return Network(name, path, model, c.block_size, c.vocab_size, c.n_layer, c.n_embd, corpus, remark)
+    return Network(name, path, model, c.longest_text, c.vocab_size, c.n_layer, c.n_embd, corpus, remark)
 
 
 def read_export(folder: Path) -> dict:

@@ -19,7 +19,7 @@ HOW = """\
     import numpy, onnxruntime
     session = onnxruntime.InferenceSession("model.onnx")
     names = [i.name for i in session.get_inputs() if i.name.startswith("past_key_values.")]
-    past = {{name: numpy.zeros((1, {heads}, 0, {size}), "float32") for name in names}}  # of no token
+    past = {past}
     ids = numpy.array([[1, 2, 3]])                          # int64, (batch, length)
     for _ in range(8):                                      # the likeliest next tokens
         given = {{"input_ids": ids, "logits_from": numpy.array(ids.shape[1] - 1), **past}}
@@ -27,18 +27,23 @@ HOW = """\
         ids, past = logits[:, -1:].argmax(-1), dict(zip(names, present))
 
 logits: float32, (batch, length - logits_from, {vocabulary}), of the tokens from `logits_from` on; with 0 of
-all. Past and length are up to {length} tokens together. RMSNorm and attention are one operator each
+all. Past and length are up to {length} tokens together{among}. RMSNorm and attention are one operator each
 (opset 23). Tokens on the right change nothing on their left: pad there where rows differ in length, and
 throw the keys and values of the padding away."""
 SAVES = """\
 The norms that were removed are not in the graph. Under onnxruntime, in which a norm is one kernel, that
 gained a few percent at most for a prompt (nanonorm's results/speed.md)."""
+NO_TOKEN = '{{name: numpy.zeros((1, {heads}, 0, {size}), "float32") for name in names}}  # of no token'
+SINK = 'dict(numpy.load("past.npz"))  # of the token in front of every text, which is no id of it: one row'
 CAST = "\nThe weights were {dtype}; here they are float32, as onnxruntime's CPU multiplies nothing narrower."
 
 
 def write(job: Job) -> dict:
     """model.onnx and the tokenizer's files; weights above 2 GB stand beside the graph."""
     c = job.model.config
+    past, among = NO_TOKEN.format(heads=c.n_kv_head, size=c.head_dim), ""
+    if c.sink_token is not None:
+        past, among = SINK, ", that of past.npz among them"
     erf = c.mlp == "gelu_erf" or c.norm == "derf"  # of which onnxruntime's CPU has no float64
     dtypes = [torch.float32, *([torch.float64] if job.exact and not erf else [])]
     errors = {name_of(dtype): proved(job, dtype) for dtype in dtypes}
@@ -48,7 +53,7 @@ def write(job: Job) -> dict:
         "errors": errors,
         "dtype": "float32",
         "runs": "onnxruntime",
-        "how": HOW.format(heads=c.n_kv_head, size=c.head_dim, length=c.block_size, vocabulary=c.vocab_size),
+        "how": HOW.format(past=past, length=c.block_size, among=among, vocabulary=c.vocab_size),
         "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),
     }
 

@@ -46,6 +46,9 @@ def plain(model: Transformer, eps: float = ENORMOUS) -> dict:
     eps: a power of 4. Raises: ModelError, naming the export that would work.
     """
     c = model.config
+    if c.sink_token is not None:
+        why = f"a stock class has no place for the keys and values of sink_token={c.sink_token}"
+        raise ModelError(f"{why}; use --to=hf or --to=onnx")
     if c.norm == "cbwc" and c.form in ("folded", "unfused") and not c.norm_bias:
         model = model if c.form == "folded" else fold(model)  # its matrices are centred for good
         c = replace(model.config, norm="rmsnorm", norm_bias=True)

@@ -25,8 +25,9 @@ import torch
 
 from bench import agree
 from forms import FORMS  # not found? pip install -e .
-from model import KVCache, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from nanonorm import kernels
+from nanonorm.cache import KVCache
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.onnx import FROM, PAST, Session, export_with_past

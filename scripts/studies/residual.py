@@ -26,8 +26,9 @@ def watched(model, see):
 
         def after_attention(module, args, out, i=i):
             # CoupledNorm's blocks call no norm before the MLP, so what would be its input is rebuilt here
-            x = before.pop(i)
-            see(i, x, x + out)
+            x = before.pop(i, None)
+            if x is not None:  # else it is a sink's own pass
+                see(i, x, x + out)
 
         hooks.append(block.register_forward_pre_hook(before_block))
         hooks.append(block.attn.proj.register_forward_hook(after_attention))
@@ -40,7 +41,8 @@ def watched(model, see):
 def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
     """(3, layers): RMS of the residual stream before attention, before the MLP, and their ratio, means over
     windows from all of the validation split at gate 0, from the last checkpoint. Raises: Unusable."""
-    corpus, length = corpus_folder(run.settings["dataset"]), run.settings["block_size"]
+    corpus = corpus_folder(run.settings["dataset"])
+    length = run.settings["block_size"] - (run.settings.get("sink_token") is not None)
     files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
     there = [path for path in files if path.exists()]
     try:
