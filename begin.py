@@ -76,6 +76,9 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
     for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
         lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
         raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
+    if cfg.sink_token is not None and "block_size" in corpus:
+        cut = f"{data_folder} is cut into windows, which bring a begin token of their own"
+        raise BadInput(f"{cut}; with sink_token take a corpus that is not cut")
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
         raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
@@ -106,7 +109,7 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
     if longest < cfg.block_size:
         raise BadInput(f"block_size={cfg.block_size} is longer than the {longest} of {path}")
     sha256 = None if hollow else fingerprint(file["state"])
-    teacher = untapered(file, path, cfg.block_size)
+    teacher = untapered(file, path, cfg.block_size, cfg.sink_token)
     teacher.meta["id"] = {"path": str(path), "sha256": sha256}
     if start.source is not None:
         recorded = start.file["meta"].get("teacher")
@@ -130,6 +133,8 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
         file = unfuse(from_file(file, path)).to_file(file["meta"])
     wanted = skeleton(config, path, trains=True).state_dict()
     state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
+    for name in {"sink_k", "sink_v"} & state.keys() - wanted.keys():
+        del state[name]  # the norms are there, and give them again
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
             state[name] = state[name.removesuffix("_tilde")].clone()
@@ -142,10 +147,16 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     return from_file(begun, path)
 
 
-def untapered(file: dict, path, block_size: int) -> Transformer:
-    """The network of a file with its plain norms, or without those that are gone, and a context of
-    `block_size` at most its own. Raises: BadInput in the middle of a taper; ModelError."""
+def untapered(file: dict, path, block_size: int, sink_token: int | None = None) -> Transformer:
+    """The network of a file with its plain norms, or without those that are gone, a context of `block_size`
+    at most its own, and `sink_token` in front of each text, which to a network with norms is one more token.
+    Raises: BadInput in the middle of a taper; ModelError."""
     base = begun_as(config_of(file, path), *phase_and_gates(file, path), path)
+    if base.sink_token is None and base.form == "trained":
+        base = replace(base, block_size=block_size, sink_token=sink_token)
+    if base.sink_token != sink_token:
+        differs = f"sink_token={sink_token} differs from {base.sink_token} of {path}"
+        raise BadInput(f"{differs}, which is {base.form}; give weights that have the same")
     choices = ("taper", "aux_weight", "site_weight") if base.form == "trained" else ("aux_weight",)
     return begun_from(file, replace(base, **off(ModelConfig, *choices), block_size=block_size), path)
 
@@ -174,7 +185,8 @@ def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
     if not changes_norm(model, start):
         return []
     base = config_of(start.file, start.given)
-    before = untapered(start.file, start.given, model.config.block_size).to(model.tok_emb.weight.dtype)
+    c = model.config
+    before = untapered(start.file, start.given, c.block_size, c.sink_token).to(model.tok_emb.weight.dtype)
     x, y = few_windows(val_tokens, model.config)
     found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
     norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"

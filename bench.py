@@ -28,7 +28,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
-from model import NORMS, KVCache, ModelConfig, ModelKnobs, Transformer, attend
+from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend
+from nanonorm.cache import KVCache
 from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.knobs import changed, off
@@ -96,9 +97,8 @@ def random_model(config: ModelConfig, device) -> Transformer:
         if p.dim() == 1:  # a gain of 1 or a shift of 0 would hide a wrong fold
             nn.init.normal_(p, std=0.1) if name.endswith("bias") else nn.init.uniform_(p, 0.5, 1.5)
     if model.taper_norms():
-        taper_untrained(
-            model, torch.randint(config.vocab_size, (4, min(64, config.block_size)), device=device)
-        )
+        T = min(64, config.longest_text)
+        taper_untrained(model, torch.randint(config.vocab_size, (4, T), device=device))
     return model.eval()
 
 
@@ -147,6 +147,8 @@ def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dic
         if source is None:
             remedy = "name the run folder, or leave it out of --variants"
             raise BadInput(f"{name} cannot be made from the {shape.form} form alone; {remedy}")
+        if form == "trained" and shape.sink_token is not None:
+            form = "unfused"  # the same, but for the sink, which it would compute in each prefill
         models[name] = known[key][source] if source == form else FORMS[form](known[key][source])
     columns = any(in_columns(model) for model in run.values())
     copies = {name: laid_out(copy.deepcopy(m).to(device, dtype), columns) for name, m in models.items()}
@@ -361,7 +363,7 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     device = pick_device(k.device)
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"device={k.device}: bench.py times cpu and cuda only; use --device=cpu")
-    gpu, longest = device.type == "cuda", min(512, shape.block_size)
+    gpu, longest = device.type == "cuda", min(512, shape.longest_text)
     rivals = ["unfused", "folded"]
     if not NORMS[shape.norm].tapers:
         rivals = [name for name in VARIANTS if name.startswith(shape.norm)]
@@ -373,8 +375,9 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     k.seq = tuple(dict.fromkeys(k.seq or (max(1, longest // 4), max(1, longest // 2), longest)))
     if k.dtype == "auto":
         k.dtype = "bfloat16" if gpu else "float32"
-    if max(k.seq) > shape.block_size:
-        raise BadInput(f"seq={max(k.seq)} is longer than the model's block_size={shape.block_size}")
+    if max(k.seq) > shape.longest_text:
+        behind = " has room for behind its sink" if shape.ahead else ""
+        raise BadInput(f"seq={max(k.seq)} is longer than the model's block_size={shape.block_size}{behind}")
     if not gpu and "graph" in k.runtimes:
         raise BadInput("CUDA graphs need a GPU; on a CPU there are eager, compiled and onnx")
     if "onnx" in k.runtimes:

@@ -29,6 +29,7 @@ from model import (
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, phase_and_gates, read_file
 from nanonorm.scale import drop_site_loss
+from nanonorm.sink import store_sink, text_calls
 
 NO_SITE_LOSS = {"site_weight": 0.0, "site_far": 0.0}
 AT_ONCE = 1 << 24  # numbers of a large matrix in float64: 128 MiB
@@ -187,6 +188,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
             setattr(new, name, uncentred(getattr(new, name)))
     config = replace(model.config, tie_embeddings=new.lm_head is None, emb_scale=None, **NO_SITE_LOSS)
     new.config = replace(config, form=form)
+    store_sink(model, new)
     return new.eval()
 
 
@@ -229,7 +231,8 @@ FOLD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2,
 @torch.no_grad()
 def first_stream(model: Transformer, idx, dtype: torch.dtype, form: str = "trained"):
     """What `model`, its tables brought to `form`, embeds idx (B, T) as, computed in `dtype`. (B, T, D)"""
-    x, tables = 0, ((model.tok_emb, idx, model.emb_scale), (model.pos_emb, torch.arange(idx.shape[1]), None))
+    positions = torch.arange(idx.shape[1]) + model.config.ahead
+    x, tables = 0, ((model.tok_emb, idx, model.emb_scale), (model.pos_emb, positions, None))
     for table, ids, factor in tables:
         if table is not None:
             rows = table.weight[ids.flatten()].to(dtype)  # a small table: the whole one may be large
@@ -256,10 +259,11 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
 
     x = first_stream(model, idx, dtype)
     y = first_stream(new, idx, dtype, form)
-    rope = None if model.rope is None else model.rope[:, : idx.shape[1]]
-    for parts in zip(model.blocks, new.blocks, strict=True):
+    rope = None if model.rope is None else model.rope[:, model.config.ahead :][:, : idx.shape[1]]
+    calls = text_calls(model, dtype), text_calls(new, dtype)
+    for *parts, kv, kv_changed in zip(model.blocks, new.blocks, *calls, strict=True):
         exact, changed = both(*parts)
-        x, y = exact(x, rope), changed(y, rope)
+        x, y = exact(x, rope, kv), changed(y, rope, kv_changed)
     differences, scales = [], []
     for parts in zip(outputs(model), outputs(new), strict=True):
         exact, changed = both(*parts)

@@ -28,14 +28,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanonorm import kernels
+from nanonorm.cache import KVCache, behind_padding
 from nanonorm.errors import ModelError
 from nanonorm.files import FORMAT
-from nanonorm.generation import behind_padding, generate
-from nanonorm.kernels import NOT_COUNTED, fast, is_watched, upcast
+from nanonorm.generation import generate
+from nanonorm.kernels import NOT_COUNTED, autocasts, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, changed, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
+from nanonorm.sink import Alone, Sunk
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 
 # What a knob may need to mean anything
@@ -102,6 +104,18 @@ class ModelKnobs:
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
     coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a summand
+    # id of a token that the network itself puts in front of every text; it keeps its norms
+    sink_token: Annotated[Whole | None, FREE, Since(4)] = None
+
+    @property
+    def ahead(self) -> int:
+        """How many slots of block_size stand in front of a text: the sink's."""
+        return int(self.sink_token is not None)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of a text, at most."""
+        return self.block_size - self.ahead
 
 
 @dataclass
@@ -157,6 +171,17 @@ class ModelConfig(ModelKnobs):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
+        if self.sink_token is not None:
+            self.refuse_sink()
+
+    def refuse_sink(self):
+        """Raises: ModelError for a sink that cannot be."""
+        if self.sink_token >= self.vocab_size:
+            raise ModelError(f"sink_token={self.sink_token} must be below vocab_size={self.vocab_size}")
+        if self.block_size == 1:
+            raise ModelError("sink_token takes a slot of the context: it needs block_size above 1")
+        if self.calib_skip_first:
+            raise ModelError("calib_skip_first=True is for a sink in the text; with sink_token leave it out")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -344,7 +369,7 @@ class Taper(Tracker):
 
     Phase "norm" is the plain norm (the baseline's own kernel), "blend" the formula, "scale" its g = 0 case.
     Eval mode is always at g = 0, before calibration with the c that it would give now. Gain and shift are its
-    own; of the norm that it wraps it keeps the statistic.
+    own; of the norm that it wraps it keeps the statistic. A sink that is `apart` has the norm in every phase.
     """
 
     quantities, shown, gains = ("ema_num", "ema_den"), ("output",), ("weight", "weight_tilde")
@@ -365,7 +390,7 @@ class Taper(Tracker):
         self.weight_tilde.requires_grad_(phase != "norm")
 
     def forward(self, h):
-        if self.training and self.phase == "norm":
+        if self.apart or (self.training and self.phase == "norm"):
             if self.collecting():
                 self.observe(h)
             return self.norm.normalize(h, self.weight, self.bias)
@@ -424,7 +449,7 @@ class MeanScaleTaper(Taper):
         return self.weight
 
     def blends(self) -> bool:
-        return self.training and self.phase == "blend"
+        return self.training and self.phase == "blend" and not self.apart
 
     def forward(self, h, both: bool = False):
         """(B, T, D) -> (B, T, D); `both`, where it blends: at the gate, and at the values' one."""
@@ -496,11 +521,6 @@ def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
 # layers
 
 
-def autocasts(h) -> bool:
-    """True where matrix products are cast to a narrower type."""
-    return h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
-
-
 class CentredEmbedding(nn.Embedding):
     """Rows with their mean taken off (CBWC): the stream starts with mean 0. The parameter stays uncentred."""
 
@@ -567,7 +587,10 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (*qk.split((H, K), 2), v))  # (B, heads, T, C)
         if kv is not None:
             k, v = kv(k, v, rows)  # (B, K, length, C)
+        in_front = mask is None and k.shape[2] > T  # a sink, seen by all: one query more keeps it causal
+        q = F.pad(q, (0, 0, 1, 0)) if in_front else q
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = y[:, :, 1:] if in_front else y
         return y.transpose(1, 2).reshape(B, T, -1)
 
 
@@ -639,7 +662,7 @@ class GELU(nn.Module):
         return self.down(self.activation(x))
 
 
-class Block(nn.Module):
+class Block(Alone, nn.Module):
     def __init__(self, c: ModelConfig, attention: type[Attention] = Attention):
         super().__init__()
         writer = CentredLinear if NORMS[c.norm].centred else nn.Linear
@@ -768,28 +791,6 @@ def initialize(model: "Transformer"):
 ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, preallocated. k and v hold one (B, K, length, C) a layer, in
-    the type that attention reads; `pos` (0-dim) counts the tokens, and `empty` tells the host if that is
-    0. One tensor for all layers would be copied in each by the compiler, which cannot write into a slice."""
-
-    def __init__(self, model, batch: int, length: int):
-        c, w = model.config, model.tok_emb.weight
-        shape, device = (batch, c.n_kv_head, length, c.head_dim), w.device
-        dtype = torch.get_autocast_dtype(device.type) if autocasts(w) else w.dtype
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
-        self.v = [torch.zeros_like(k) for k in self.k]
-        self.pos = torch.zeros((), dtype=torch.long, device=device)
-        self.columns, self.empty = torch.arange(length, device=device), True
-
-    def update(self, layer: int, k, v, rows):
-        """Write k and v (B, K, T, C) at positions `rows` (T); returns the layer's (B, K, length, C), or these
-        where it was empty: attention is causal then, and needs no mask, which flash attention refuses."""
-        k, v = (t.to(self.k[layer].dtype) for t in (k, v))
-        seen = self.k[layer].index_copy_(2, rows, k), self.v[layer].index_copy_(2, rows, v)
-        return (k, v) if self.empty else seen
-
-
 class Losses(NamedTuple):
     """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached."""
 
@@ -799,7 +800,7 @@ class Losses(NamedTuple):
     stream: torch.Tensor
 
 
-class Transformer(Tracked, nn.Module):
+class Transformer(Tracked, Sunk, nn.Module):
     """`model(idx)` gives logits, `model(idx, targets)` Losses. In eval mode whatever tapers is at g = 0."""
 
     def __init__(self, config: ModelConfig):
@@ -871,21 +872,21 @@ class Transformer(Tracked, nn.Module):
     def stream(self, idx, cache: KVCache | None = None, pad=None):
         """The final norm's input. (B, T) token ids -> (B, T, D). pad: how many tokens at the beginning
         of each row are padding, (B), those in the cache included; None: none."""
-        T = idx.shape[1]
-        longest = self.config.block_size
-        if longest < T:
-            raise ModelError(f"{T} tokens are more than this model's block_size={longest}; give fewer")
+        T, ahead = idx.shape[1], self.config.ahead
+        if self.config.longest_text < T:
+            room = f"block_size={self.config.block_size}{' holds with its sink' if ahead else ''}"
+            raise ModelError(f"{T} tokens are more than this model's {room}; give fewer")
         counts, mask = cache is not None or pad is not None, None  # without a mask attention is causal
-        rows = columns = torch.arange(T, device=idx.device) if counts else slice(T)
+        columns = torch.arange(ahead + T, device=idx.device) if counts else slice(ahead, ahead + T)
+        rows = columns[ahead:] if counts and ahead else columns
         if cache is not None and not cache.empty:
             rows, columns = cache.pos + rows, cache.columns
             mask = columns <= rows[:, None]  # (T, length)
-        at, mask = (rows, mask) if pad is None else behind_padding(pad, rows, columns)
+        at, mask = (rows, mask) if pad is None else behind_padding(pad, rows, columns, ahead)
         x = self.embed(idx, at)  # (B, T, D)
         rope = None if self.rope is None else self.rope[:, at]
         repeats = self.grad_checkpoint and self.training and torch.is_grad_enabled()
-        for i, block in enumerate(self.blocks):
-            kv = None if cache is None else partial(cache.update, i)
+        for block, kv in zip(self.blocks, self.kv_calls(cache), strict=True):
             context = (x, rope, kv, rows, mask)
             x = recomputed(block, *context) if repeats else block(*context)
         if cache is not None:
@@ -907,7 +908,8 @@ class Transformer(Tracked, nn.Module):
         x = self.tok_emb(idx)
         x = x if self.emb_scale is None else x * self.emb_scale
         if self.pos_emb is not None:
-            at = torch.arange(rows.stop, device=idx.device) if isinstance(rows, slice) else rows
+            span = (rows.start or 0, rows.stop) if isinstance(rows, slice) else None
+            at = rows if span is None else torch.arange(*span, device=idx.device)
             x = x + self.pos_emb(at)
         x = upcast(x) if autocasts(x) else x  # a frozen table may be bfloat16, the stream not
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

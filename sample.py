@@ -58,12 +58,15 @@ def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokeni
     return tokenizer
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
-    """What the model continues. Raises: BadInput for a chat without a template."""
-    if chat:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
+def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool, sink_token: int | None = None) -> list[int]:
+    """What the model continues; a sink_token is in front of it already. Raises: BadInput for a chat without a
+    template."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return begin + tokenizer.encode(prompt) or [tokenizer.eot_id]  # documents follow an end token
+    ids = begin + tokenizer.encode(prompt)
+    if chat:
+        ids = tokenizer.chat([{"role": "user", "content": prompt}])
+    ids = ids[1:] if ids[:1] == [sink_token] else ids
+    return ids or [tokenizer.eot_id]  # documents follow an end token
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -89,7 +92,7 @@ def main():
     model.to(pick_device(cfg.device))
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
-    ids = prompt_ids(tokenizer, prompt, cfg.chat)
+    ids = prompt_ids(tokenizer, prompt, cfg.chat, model.config.sink_token)
     before = len(tokenizer.decode(ids))
     rows = model.generate(
         torch.tensor([ids] * cfg.num_samples), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,

@@ -47,7 +47,7 @@ from nanonorm.schedules import lr_at, mean_gate
 def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) -> list[float]:
     """Means of the losses named in `of`, nats per token, over the whole split in order, every token but the
     first predicted once. module: called for losses, as Step's `compiled` is."""
-    T, n = cfg.block_size, len(tokens) - 1
+    T, n = cfg.longest_text, len(tokens) - 1
     starts = np.arange(0, n - n % T, T)
     batches = [(starts[i : i + cfg.batch_size], T) for i in range(0, len(starts), cfg.batch_size)]
     if n % T:
@@ -278,7 +278,7 @@ def main(held: ExitStack):
     data_folder = corpus_folder(cfg.dataset)
     if ranks.main:
         prepare_if_missing(data_folder, None if start.given is None else str(start.given))
-    corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.block_size)
+    corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks()
     if ranks.main:
@@ -328,7 +328,7 @@ def main(held: ExitStack):
         indices = map(ranks.index, range(step.micro_steps))
         return train_batch(train_tokens, cfg, k, indices, device, corpus.get("block_size"))
 
-    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.longest_text
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
     remedy = f"{folder.newest} keeps the last good state. {better}"
     interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step

@@ -186,7 +186,7 @@ class Config(ModelKnobs):
         theirs["form"] = base.form
         free = free_of_weights()
         if base.form != "trained":  # its norms are what they are
-            free = free - {"norm", "coupled_from_layer", *off(ModelKnobs, "taper")}
+            free = free - {"norm", "coupled_from_layer", "sink_token", *off(ModelKnobs, "taper")}
             if "taper" in explicit and self.taper != "none":
                 gone = f"which is {base.form}: the norms that a fold takes are gone, and the rest stay"
                 remedy = "use taper=none, or start from weights from before the taper"

@@ -31,7 +31,7 @@ def windows(tokens, starts, length: int, device):
 def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> np.ndarray:
     """Where the windows of these numbers in optimizer step `step` start, int64, drawn cfg.draw_size at a
     time, at multiples of `apart`."""
-    size, high = cfg.draw_size or cfg.batch_size, -(-(n_tokens - cfg.block_size) // apart)
+    size, high = cfg.draw_size or cfg.batch_size, -(-(n_tokens - cfg.longest_text) // apart)
     draws = range(windows.start // size, (windows.stop - 1) // size + 1)
     drawn = [np.random.default_rng((cfg.seed, step, draw)).integers(high, size=size) for draw in draws]
     first = windows.start - draws.start * size
@@ -42,11 +42,11 @@ def train_batch(tokens, cfg, step: int, indices, device, cut: int | None = None)
     """The micro-batches of these indices (over all ranks) of optimizer step `step`. cut: tokens of a window
     of a corpus that is cut into windows (data/windows.py); None: a window begins anywhere.
 
-    Returns: (inputs, targets), each (len(indices), batch_size, block_size) int64.
+    Returns: (inputs, targets), each (len(indices), batch_size, T = longest_text) int64.
     """
     B, n_tokens = cfg.batch_size, len(tokens)
     starts = [starts_of(n_tokens, cfg, step, range(i * B, (i + 1) * B), cut or 1) for i in indices]
-    batch = windows(tokens, np.concatenate(starts), cfg.block_size, device)
+    batch = windows(tokens, np.concatenate(starts), cfg.longest_text, device)
     return tuple(t.unflatten(0, (-1, B)) for t in batch)
 
 
@@ -54,7 +54,7 @@ def few_windows(tokens, config):
     """The first windows, on which two networks are compared: (inputs, targets), each (n, T) int64, at most
     2,048 tokens and four windows of 512. With learned positions T is the whole context of `config`, a
     ModelConfig: the two may differ in any row of their table."""
-    T = config.block_size if config.positions == "learned" else min(512, config.block_size)
+    T = config.longest_text if config.positions == "learned" else min(512, config.longest_text)
     T = min(T, len(tokens) - 1)
     count = min(4, max(1, 2048 // T), (len(tokens) - 1) // T)
     return windows(tokens, np.arange(count) * T, T, "cpu")

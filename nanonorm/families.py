@@ -286,7 +286,7 @@ def to_theirs(config: dict, family: type[Family]) -> dict:
 def misfits(config: dict, family: type[Family]) -> list[str]:
     """The settings that a class of transformers cannot hold."""
     sizes = {n: size for n, size in sizes_unless_named(config).items() if n not in family.model_fields}
-    wanted = {"form": "trained", "taper": "none", **family.fixed, **sizes}
+    wanted = {"form": "trained", "taper": "none", "sink_token": None, **family.fixed, **sizes}
     wrong = [n for n, value in wanted.items() if config.get(n, value) != value]
     if config["mlp"] not in family.activations.values():
         wrong.append("mlp")

@@ -24,11 +24,12 @@ def generate(
     needs the cache. No id from vocab_size on is drawn: a model may have more rows than its tokenizer has ids.
     Raises: ModelError for logits that are not finite, and for a prompt without ids.
 
-    A row's context is its last block_size tokens; when full it drops to its newer half (of block_size=1: to
-    its last token), with the cache or without. Shorter rows are padded on the left, where nobody looks: each
-    gets what it would get alone. `seed` is of all rows together: a row is drawn otherwise beside others.
+    A row's context is its last block_size tokens, less one where a sink stands in front; when full it drops
+    to its newer half (of one token: to its last), with the cache or without. Shorter rows are padded on the
+    left, where nobody looks: each gets what it would get alone. `seed` is of all rows together: a row is
+    drawn otherwise beside others.
     """
-    size, device = model.config.block_size, model.tok_emb.weight.device
+    size, device = model.config.longest_text, model.tok_emb.weight.device
     idx, padding = aligned(prompts, device)
     starts = [max(pad, idx.shape[1] - size) for pad in padding]  # the column where each row's context begins
     rng = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -72,14 +73,6 @@ def generate(
         why = "is this a checkpoint from before its taper's end?"
         raise ModelError(f"the logits are not finite, so there is nothing to sample; {why}")
     return idx if torch.is_tensor(prompts) else [row[pad:] for row, pad in zip(idx, padding, strict=True)]
-
-
-def behind_padding(pad, rows, columns):
-    """(positions (B, T), which columns are seen (B, 1, T, S)) of the columns `rows` (T) of a text of which
-    the first `pad` (B) are padding. Positions count from the first token behind it; padding sees itself."""
-    rows, first = rows[:, None], pad[:, None, None]
-    seen = (columns <= rows) & (columns >= first) | (columns == rows)
-    return (rows[:, 0] - pad[:, None]).clamp_min(0), seen.unsqueeze(1)
 
 
 def aligned(prompts, device):

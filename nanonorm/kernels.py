@@ -77,6 +77,11 @@ def upcast(h):
     return h.float() if h.dtype in (torch.bfloat16, torch.float16) else h
 
 
+def autocasts(h) -> bool:
+    """True where matrix products are cast to a narrower type."""
+    return h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # RMSNorm: the methods of model.RMSNorm, of which LayerNorm is one that centres
 

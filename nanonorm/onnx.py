@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,7 @@ from nanonorm.errors import BadInput
 
 OPSET = 23  # the first in which RMSNorm and attention are one operator each
 PAST, FROM = "past_key_values.", "logits_from"  # inputs of a graph with a cache
+BEGIN = "past.npz"  # beside such a graph: what it begins with where the network has a sink
 INLINE = 1_900_000_000  # bytes of weights that still fit in the graph's own file: protobuf ends at 2 GiB
 
 
@@ -78,13 +80,13 @@ def export(module: torch.nn.Module, x, path: Path):
 
 class Appended:
     """What a graph has for a model.KVCache: keys and values are inputs, (B, K, P, C) of P earlier tokens, and
-    with those of T new tokens behind them outputs. k, v: of all layers."""
+    with those of T new tokens behind them outputs. k, v: of all layers; ahead: how many of P are a sink."""
 
     empty = False
 
-    def __init__(self, k, v, T: int):
-        self.k, self.v, self.pos = list(k), list(v), k[0].shape[2]
-        self.columns = torch.arange(self.pos + T)
+    def __init__(self, k, v, T: int, ahead: int = 0):
+        self.k, self.v, self.pos = list(k), list(v), k[0].shape[2] - ahead
+        self.columns = torch.arange(k[0].shape[2] + T)
 
     def update(self, layer: int, k, v, rows):
         """Append k and v (B, K, T, C); returns the layer's (B, K, P + T, C)."""
@@ -104,20 +106,25 @@ class WithPast(torch.nn.Module):
         T, first = idx.shape[1], first.item()
         torch._check(first >= 0)
         torch._check(first < T)
-        cache = Appended(past[::2], past[1::2], T)
+        cache = Appended(past[::2], past[1::2], T, self.model.config.ahead)
         x = self.model.stream(idx, cache).narrow(1, first, T - first)
         pairs = zip(cache.k, cache.v, strict=True)
         return self.model.logits(self.model.norm_final(x)), *(t for pair in pairs for t in pair)
 
 
 def export_with_past(model, path: Path):
-    """Write a Transformer's graph for any number of rows, new tokens and earlier tokens. Raises: BadInput."""
+    """Write a Transformer's graph for any number of rows, new tokens and earlier tokens, and BEGIN, the keys
+    and values of its sink for one row, if it has one. Raises: BadInput."""
     c, dtype = model.config, model.tok_emb.weight.dtype
     names = [f"{layer}.{what}" for layer in range(c.n_layer) for what in ("key", "value")]
-    inputs = {"input_ids": torch.zeros(2, min(c.block_size, 3), dtype=torch.long), FROM: torch.tensor(0)}
+    inputs = {"input_ids": torch.zeros(2, min(c.longest_text, 3), dtype=torch.long), FROM: torch.tensor(0)}
     inputs |= {PAST + name: torch.zeros(2, c.n_kv_head, 4, c.head_dim, dtype=dtype) for name in names}
     free = ({0: "batch", 1: "length"}, {}, ({0: "batch", 2: "past"},) * len(names))
     write_graph(WithPast(model), inputs, ["logits", *(f"present.{name}" for name in names)], free, path)
+    if c.sink_token is not None:
+        with torch.no_grad():
+            sink = [t[None].numpy() for pair in model.sink() for t in pair]
+        np.savez(path.with_name(BEGIN), **{PAST + name: t for name, t in zip(names, sink, strict=True)})
 
 
 class Session:
@@ -138,6 +145,8 @@ class Session:
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.value = onnxruntime.OrtValue.ortvalue_from_numpy
         self.past = [i for i in self.session.get_inputs() if i.name.startswith(PAST)]
+        begin = Path(path).with_name(BEGIN)
+        self.sink = dict(np.load(begin)) if self.past and begin.exists() else {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.after({}, x)[0]
@@ -152,7 +161,9 @@ class Session:
         return torch.from_numpy(logits.numpy()), {i.name: t for i, t in zip(self.past, present, strict=True)}
 
     def nothing(self, rows: int) -> dict:
-        """The keys and values of no token."""
+        """The keys and values of no token, or of the sink alone."""
+        if self.sink:
+            return {name: self.value(np.repeat(t, rows, 0)) for name, t in self.sink.items()}
         kinds = {"tensor(float)": torch.float32, "tensor(double)": torch.float64}
         made = [torch.empty(rows, i.shape[1], 0, i.shape[3], dtype=kinds[i.type]) for i in self.past]
         return {i.name: self.value(t.numpy()) for i, t in zip(self.past, made, strict=True)}

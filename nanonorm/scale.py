@@ -36,6 +36,7 @@ class Tracker(nn.Module):
         super().__init__()
         self.phase = "norm"
         self.repeating = False  # True while a block is computed once more for its backward
+        self.apart = False  # True while the sink token passes (nanonorm/sink.py)
         self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*self.quantities, "ema_count"):
             self.register_buffer(name, torch.tensor(0.0))
@@ -47,8 +48,8 @@ class Tracker(nn.Module):
         self.phase = phase
 
     def collecting(self) -> bool:
-        seen_before = self.repeating or not torch.is_grad_enabled()
-        return self.phase in self.phases and self.training and not seen_before
+        unseen = self.repeating or self.apart or not torch.is_grad_enabled()
+        return self.phase in self.phases and self.training and not unseen
 
     def add(self, *values, counts=None):
         """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity, then what
@@ -240,7 +241,7 @@ class SiteLoss(Tracker):
 
     def before(self, norm, args):
         """A forward pre-hook: the same input, h (B, T, D), with a loss alongside."""
-        if not (self.training and torch.is_grad_enabled() and self.phase in self.phases):
+        if self.apart or not (self.training and torch.is_grad_enabled() and self.phase in self.phases):
             return args
         h = args[0]
         log_s = self.norm.scale(h[:, 1:] if self.skip_first else h).log().squeeze(-1)  # (B, T)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nanonorm.machine import return_freed_memory
@@ -93,6 +93,8 @@ class Sharded:
         }
         for part in (*blocks, self.module):
             fully_shard(part, **how)
+        for part in blocks:
+            register_fsdp_forward_method(part, "alone")
         for first, *others in owners.values():
             p = getattr(*first)
             if isinstance(p, DTensor):

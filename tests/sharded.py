@@ -36,6 +36,7 @@ CASES = {name: (knobs, None) for name, knobs in VARIANTS.items()}  # name -> (kn
 CASES |= {
     "gpt2": ({"norm": "layernorm", "taper": "all", "aux_weight": 0.1, "dropout": 0.1, **GPT2}, None),
     "checkpointed": ({"taper": "all", "sink_multiple": 1.5, "grad_checkpoint": True}, None),
+    "sink": ({"taper": "internal", "aux_weight": 0.1, "sink_token": 3}, None),
     "regional": ({"taper": "all", "aux_weight": 0.1, "compile": "regional"}, None),
     "teacher": ({"norm": "coupled", "teacher": "x", "ce_weight": 0.2}, None),
     "lora": ({"norm": "coupled", "coupled_floor": True, "teacher": "x", "adapter": "lora"}, "lora"),

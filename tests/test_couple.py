@@ -13,7 +13,8 @@ from test_distill import every_family, student_of, teacher_of
 from tqdm import tqdm
 
 from forms import fold, load_model
-from model import CoupledBlock, KVCache, Transformer
+from model import CoupledBlock, Transformer
+from nanonorm.cache import KVCache
 from nanonorm.divergence import divergence, divergences
 from nanonorm.run import open_model
 from scripts.couple import Couple, chosen, coupled, fit, measure, numbers_of

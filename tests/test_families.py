@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from begin import begun_from
 from forms import FORMS, fold, from_file, proved
-from model import KVCache, ModelConfig, Scale, Taper, Transformer, rope_tables
+from model import ModelConfig, Scale, Taper, Transformer, rope_tables
+from nanonorm.cache import KVCache
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {

@@ -8,7 +8,8 @@ from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
-from model import KVCache, Transformer, attend
+from model import Transformer, attend
+from nanonorm.cache import KVCache
 from nanonorm.generation import aligned
 from sample import Sample
 

@@ -23,7 +23,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from forms import from_file
-from model import KVCache
+from nanonorm.cache import KVCache
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES
 from nanonorm.files import ROOT, write_file

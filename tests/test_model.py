@@ -26,7 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forms import FORMS, fold, load_model
-from model import Derf, DyT, KVCache, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
+from model import Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
+from nanonorm.cache import KVCache
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
 from nanonorm.hub import write_pretrained

@@ -27,7 +27,7 @@ from nanonorm.hub import write_pretrained
 from nanonorm.ranks import Ranks, data_parallel
 from nanonorm.run import begin
 
-FEW = ("layernorm-internal-aux", "coupled")
+FEW = ("layernorm-internal-aux", "coupled", "sink")
 RUN = dict(
     max_iters=20, gate_start=6, gate_end=14, ckpt_interval=8, log_interval=1, eval_interval=10, taper="all",
     gradient_accumulation_steps=4, dtype="float64", learning_rate=1e-3,
