@@ -50,7 +50,7 @@ def test_a_corpus_of_windows_is_read_window_by_window(mixed):
     meta, train, val = data.open_corpus(mixed, 8)
     begin = load_tokenizer(mixed).special_id("bos_token")
     assert (meta["block_size"], len(train), len(val)) == (8, 160, 48)
-    cfg = SimpleNamespace(seed=1, block_size=8, batch_size=200, draw_size=None)
+    cfg = SimpleNamespace(seed=1, longest_text=8, batch_size=200, draw_size=None)
     (x,), _ = train_batch(torch.from_numpy(train), cfg, 0, [0], "cpu", meta["block_size"])
     assert (x[:, 0] == begin).all() and not (x[:, 1:] == begin).any()
     rows = train.reshape(-1, 8)[:-1].tolist()  # behind the last window there is no target
