@@ -334,6 +334,8 @@ def opened_with(folder: Path, **how):
 
 @pytest.mark.parametrize("to", ["stock", "gguf"])
 def test_what_has_no_place_for_it_refuses_it(to, saved, tmp_path, capsys):  # noqa: F811
+    if to == "gguf":
+        pytest.importorskip("gguf")
     source = saved(network("llama", "all", **SUNK))
     error = refused(capsys, source, f"--to={to}", f"--out={tmp_path / 'out'}", program=CONVERT)
     assert "no place for the keys and values of sink_token=3; use --to=hf or --to=onnx" in error

@@ -230,6 +230,7 @@ run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
 
 WRITTEN = {
     "coupled_posthoc": {"report.md", "curves.csv", "rms.png", "distilled.png"},
+    "folding": {"what_does_folding_gain"},
     "gpt2_small": {"evaluation.json", "before", "report.md"},
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining.txt"},
     "gpu_first": {"train.txt", "gpt2.txt", "decode.txt", "prefill.txt"},
