@@ -59,7 +59,7 @@ def small(tensors: dict) -> dict:
 
 def named_in(path: Path) -> str | None:
     """The folder that a checkpoint names; None if there is no such file, or it is damaged or of one process.
-    Raises: OSError, MemoryError: the file may be as good as ever."""
+    Raises: OSError, MemoryError, RuntimeError: it could not be opened, and may be as good as ever."""
     try:
         if not path.exists():
             return None
@@ -73,7 +73,7 @@ def named_in(path: Path) -> str | None:
 
 
 def in_use(out_dir: Path) -> set[str | None]:
-    """Raises: OSError, MemoryError."""
+    """The folders that checkpoints name. Raises: as named_in."""
     return {named_in(out_dir / name) for name in CHECKPOINTS}
 
 
