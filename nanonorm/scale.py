@@ -35,7 +35,6 @@ class Tracker(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.phase = "norm"
-        self.repeating = False  # True while a block is computed once more for its backward
         self.apart = False  # True while the sink token passes (nanonorm/sink.py)
         self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*self.quantities, "ema_count"):
@@ -48,8 +47,7 @@ class Tracker(nn.Module):
         self.phase = phase
 
     def collecting(self) -> bool:
-        unseen = self.repeating or self.apart or not torch.is_grad_enabled()
-        return self.phase in self.phases and self.training and not unseen
+        return self.phase in self.phases and self.training and torch.is_grad_enabled() and not self.apart
 
     def add(self, *values, counts=None):
         """Add this micro-batch to the step's sums. values: one (B, T) or (B, T, heads) a quantity, then what
@@ -284,15 +282,15 @@ def drop_site_loss(part: nn.Module):
 
 @contextmanager
 def unobserved(block: nn.Module):
-    """Let nothing in a block be observed a second time."""
-    trackers = [m for m in block.modules() if isinstance(m, Tracker)]
-    for tracker in trackers:
-        tracker.repeating = True
+    """Let nothing in a block be observed a second time. The sums are put back, since a compiled block that
+    did not add to them would be another graph, which keeps other tensors for its backward."""
+    sums = [m.sums for m in block.modules() if isinstance(m, Tracker)]
+    kept = [t.clone() for t in sums]
     try:
         yield
     finally:
-        for tracker in trackers:
-            tracker.repeating = False
+        if sums:
+            torch._foreach_copy_(sums, kept)
 
 
 def recomputed(block: nn.Module, *args):

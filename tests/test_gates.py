@@ -501,12 +501,13 @@ def test_blocks_computed_twice_under_a_compiler(variant, dropout):
 @pytest.mark.parametrize("variant", ["rmsnorm-all-aux", pytest.param(FAKE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [False, True])
 def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, again, monkeypatch):
-    """And one for computing them again where the first time observes. The losses are those without."""
-    graphs, steps = [], []
+    """Also to be computed again, where the first time observes. The losses are those without."""
+    graphs, steps, aot_eager = [], [], torch._dynamo.lookup_backend("aot_eager")
 
     def counting(graph, example_inputs):
+        made = aot_eager(graph, example_inputs)  # may ask to be called again
         graphs.append(steps[0].model.phase)
-        return graph
+        return made
 
     torch._dynamo.reset()
     monkeypatch.setattr(Block, "compile", partialmethod(torch.nn.Module.compile, backend=counting))
@@ -515,9 +516,7 @@ def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, again, monkey
     steps.append(step)
     losses = whole_run(step, cfg)
     torch._dynamo.reset()
-    observes = ("norm", "blend") if variant == FAKE else ("norm",)
-    wanted = {phase: 1 + (again and phase in observes) for phase in ("norm", "blend", "scale")}
-    assert Counter(graphs) == wanted
+    assert Counter(graphs) == dict.fromkeys(("norm", "blend", "scale"), 1)
     eager_cfg, eager = small_run(variant, **more)
     assert losses == pytest.approx(whole_run(eager, eager_cfg), rel=1e-9)  # float64, 18 steps of AdamW
 
