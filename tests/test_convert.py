@@ -314,9 +314,10 @@ def test_transformers_4_says_the_same(saved, tmp_path):
     shapes = ("ours", "qwen2", "qwen3", "gpt2")
     cells = [(shape, change, {}) for shape in shapes for change in CHANGES if change != "baseline"]
     cells += [(shape, "baseline", {"norm": norm}) for shape, norm in (("ours", "dyt"), ("gpt2", "derf"))]
+    cells += [("ours", "all", {"sink_token": 3})]
     for shape, change, knobs in cells:
         ours, idx = network(shape, change, **knobs), ids(2, 9)
-        folders.append(convert(saved(ours), "hf", tmp_path / f"old_{shape}_{change}"))
+        folders.append(convert(saved(ours), "hf", tmp_path / f"old_{len(folders)}_{shape}_{change}"))
         text = torch.cat([ours.generate(row[None], 12, temperature=0) for row in idx])
         with torch.no_grad():
             torch.save({"ids": idx, "logits": ours(idx), "text": text}, f"{folders[-1]}.pt")
