@@ -80,3 +80,12 @@ def test_vllm_agrees(name, how, saved, tmp_path):  # noqa: F811
             assert_says_what_we_say(ours, *row)
     cached = [found["cached"] for found in said["rounds"]]
     assert (cached[1] >= 3 * 128) if OPTIONS[how]["enable_prefix_caching"] else cached == [0, 0]
+
+
+def test_a_sink_is_refused(saved, tmp_path):  # noqa: F811
+    """Its attention has no place for keys and values in front of the text's."""
+    ours = network("llama", "all", torch.float32, **SHAPE, sink_token=3)
+    folder = convert(saved(ours), "hf", tmp_path / "export")
+    asked = {"prompts": [[5, 6]], "tokens": 2, "logprobs": 5}
+    with pytest.raises(AssertionError, match="it runs with sdpa alone"):
+        ask(folder, [asked], model_impl="transformers", **OPTIONS["none"])
