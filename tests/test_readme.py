@@ -256,6 +256,14 @@ def test_a_page_is_whole(page):
     assert len(text.splitlines()) <= (200 if page.name == "README.md" and page.parent == ROOT else 250)
 
 
+def test_every_page_of_docs_is_listed():
+    readme, index, site = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md", "mkdocs.yml"))
+    names = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme)) == names
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == names
+    assert set(re.findall(r"- ([\w-]+\.md)$", site, re.M)) == names | {"index.md"}
+
+
 def test_the_notes_are_a_log_with_verdicts():
     """An entry a question, by date, its verdict first; what it or results/README.md links to is there."""
     notes, table = ((ROOT / "results" / name).read_text() for name in ("NOTES.md", "README.md"))
