@@ -39,7 +39,8 @@ CASES |= {
     "sink": ({"taper": "internal", "aux_weight": 0.1, "sink_token": 3}, None),
     "regional": ({"taper": "all", "aux_weight": 0.1, "compile": "regional"}, None),
     "regional-checkpointed": (
-        {"taper": "all", "sink_multiple": 1.5, "compile": "regional", "grad_checkpoint": True}, None,
+        {"taper": "all", "sink_multiple": 1.5, "compile": "regional", "grad_checkpoint": True},
+        None,
     ),
     "teacher": ({"norm": "coupled", "teacher": "x", "ce_weight": 0.2}, None),
     "lora": ({"norm": "coupled", "coupled_floor": True, "teacher": "x", "adapter": "lora"}, "lora"),
