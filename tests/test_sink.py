@@ -307,7 +307,8 @@ FAMILIES.append(("llama", "baseline"))
 
 @pytest.mark.parametrize("shape, change", FAMILIES)
 def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):  # noqa: F811
-    """With its caches, with padding on the left, with beams; our reader finds the same network in it."""
+    """With its caches, with padding on the left, with beams, with masks of one's own; our reader finds the
+    same network in it."""
     pytest.importorskip("transformers")
     ours = network(shape, change, **SUNK)
     out = convert(saved(ours), "hf", tmp_path / "out")
@@ -318,6 +319,9 @@ def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):
         first = theirs(idx[:, :20], use_cache=True)
         rest = theirs(idx[:, 20:], past_key_values=first.past_key_values)
         assert scale_of_difference(torch.cat((first.logits, rest.logits), 1), ours(idx)) <= FOLDED
+        seen = torch.ones(3, 1, 47, 47, dtype=torch.bool).tril()
+        for mask in (seen, torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf)):
+            assert scale_of_difference(theirs(idx, attention_mask=mask).logits, ours(idx)) <= FOLDED
     assert_generates(theirs, ours)
     with pytest.raises(ValueError, match="eager would leave out the sink of this network"):
         opened_with(out, attn_implementation="eager")

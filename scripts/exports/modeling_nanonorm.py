@@ -84,7 +84,8 @@ def behind_sink(module, query, key, value, attention_mask, **kwargs):
     key, value = (torch.cat((s.to(t.dtype).expand(len(t), -1, -1, -1), t), 2) for s, t in pairs)
     T, S = query.shape[2], key.shape[2]
     if attention_mask is not None:
-        attention_mask = F.pad(attention_mask, (1, 0), value=True)
+        seen = attention_mask.dtype == torch.bool  # True, or what is added: 0
+        attention_mask = F.pad(attention_mask, (1, 0), value=seen)
     elif T > 1:
         attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(1)[None, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
