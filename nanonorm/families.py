@@ -229,6 +229,9 @@ def architecture_of(config: dict, path: Path) -> str:
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
     name = str(listed[0] if isinstance(listed, list) else listed)
+    if str(config.get("model_type")).startswith("nanonorm_"):
+        remedy = "name the run it was made of"
+        raise ModelError(f"{path} is an export with code of its own, which evaluate.py alone reads; {remedy}")
     if name not in FAMILIES:
         raise ModelError(f"{path} is of architecture {name!r:.60}; this project takes {', '.join(FAMILIES)}")
     return name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize, same_state, scale_of_difference, state_of
+from conftest import randomize, refuses, same_state, scale_of_difference, state_of
 from running import ROOT, refused, train
 
 from data.tokenizer import load_tokenizer
@@ -227,6 +227,8 @@ def test_what_else_a_model_of_transformers_can_do(shape, change, saved, tmp_path
         assert theirs(idx).logits.shape == (2, 20, 410)
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
+    with refuses("export with code of its own, which evaluate.py alone reads; name the run it was made of"):
+        open_model(out)
 
 
 @pytest.mark.parametrize("shape, change", [("llama", "all"), ("gpt2", "internal"), ("ours", "coupled")])
