@@ -239,7 +239,7 @@ class SiteLoss(Tracker):
 
     def before(self, norm, args):
         """A forward pre-hook: the same input, h (B, T, D), with a loss alongside."""
-        if self.apart or not (self.training and torch.is_grad_enabled() and self.phase in self.phases):
+        if not self.collecting():
             return args
         h = args[0]
         log_s = self.norm.scale(h[:, 1:] if self.skip_first else h).log().squeeze(-1)  # (B, T)
@@ -251,8 +251,7 @@ class SiteLoss(Tracker):
         d = log_s - mean
         spread = d.square()
         loss = spread + self.far * (d.abs() - FAR).clamp_min(0).square()
-        if self.collecting():
-            self.add(known, spread.detach(), loss.detach(), counts=counts)
+        self.add(known, spread.detach(), loss.detach(), counts=counts)
         loss = self.weight * self.share * loss.where(counts, 0).sum() / n
         return (Alongside.apply(h, loss), *args[1:])
 
