@@ -11,14 +11,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import batch, state_of, tiny
+from conftest import batch, refuses, state_of, tiny
 
 from config import Config
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT
 from nanonorm.log import Log
 from nanonorm.timing import take_turns, tensor_peak
-from scripts.speed import peers, whole_run
+from scripts.speed import peers, runtimes, whole_run
 from scripts.speed.parts import training_step
 
 
@@ -138,6 +138,16 @@ def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     assert [row[0].strip("| ") for row in rows] == ["with norms", "gains folded", "without", "coupled"]
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
     assert len(list(tmp_path.glob("*.onnx"))) == (4 if runtime in ("onnxruntime", "openvino") else 0)
+
+
+def test_graphs_that_are_kept_are_of_one_shape(tmp_path):
+    runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3), tmp_path)
+    runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3, rounds=1), tmp_path)
+    with refuses(f"the graphs in {tmp_path} are of --new_tokens=3; give that, or name another --keep"):
+        runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=4), tmp_path)
+    (tmp_path / "settings.json").replace(tmp_path / "without.onnx")  # a graph of nobody knows what
+    with refuses("are of --n_layer=unknown"):
+        runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3), tmp_path)
 
 
 def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():
