@@ -283,7 +283,7 @@ def drop_site_loss(part: nn.Module):
 def unobserved(block: nn.Module):
     """Let nothing in a block be observed a second time. The sums are put back, since a compiled block that
     did not add to them would be another graph, which keeps other tensors for its backward."""
-    sums = [m.sums for m in block.modules() if isinstance(m, Tracker)]
+    sums = [m.sums for m in block.modules() if isinstance(m, Tracker) and m.phase in m.phases]
     kept = [t.clone() for t in sums]
     try:
         yield

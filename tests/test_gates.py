@@ -501,7 +501,7 @@ def test_blocks_computed_twice_under_a_compiler(variant, dropout):
 @pytest.mark.parametrize("variant", ["rmsnorm-all-aux", pytest.param(FAKE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [False, True])
 def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, again, monkeypatch):
-    """Also to be computed again, where the first time observes. The losses are those without."""
+    """Whether or not blocks are computed twice. The losses are those without a compiler."""
     graphs, steps, aot_eager = [], [], torch._dynamo.lookup_backend("aot_eager")
 
     def counting(graph, example_inputs):

@@ -142,7 +142,7 @@ class Static(torch.nn.Module):
 
 
 def added(block: CoupledBlock, x, y, writer: torch.nn.Linear):
-    """What CoupledBlock.add() makes in one product, which XNNPACK does not take, in two that it does."""
+    """CoupledBlock.add() as two operators: XNNPACK has none that multiplies and adds. -> (B, T, D)"""
     return x + writer(y)
 
 
@@ -153,8 +153,8 @@ def program(k: Runtimes, name: str, T: int, path: Path) -> Path:
         exir = needed("executorch.exir", "executorch")
         xnnpack = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
         inputs = torch.zeros(1, T, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-        apart = patch.object(kernels, "PAD_HEADS_TO", 0), patch.object(CoupledBlock, "add", added)
-        with torch.no_grad(), apart[0], apart[1]:
+        unpadded = patch.object(kernels, "PAD_HEADS_TO", 0)
+        with torch.no_grad(), unpadded, patch.object(CoupledBlock, "add", added):
             graph = torch.export.export(Static(network(k, name), k.seq + k.new_tokens), inputs)
         parts = [xnnpack.XnnpackPartitioner()]
         lowered = exir.to_edge_transform_and_lower(graph, partitioner=parts).to_executorch()
