@@ -122,7 +122,8 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
 
 
 # of trackers, and what begins with a taper
-TRACKED = ("weight_tilde", "c", "ema_num", "ema_den", "ema_s", "ema_log_s", "ema_count", "target")
+EMAS = ("ema_num", "ema_den", "ema_s", "ema_log_s", "ema_limited", "ema_count")
+TRACKED = ("weight_tilde", "c", *EMAS, "target")
 
 
 def begun_from(file: dict, config: ModelConfig, path) -> Transformer:

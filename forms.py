@@ -28,10 +28,10 @@ from model import (
 )
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, phase_and_gates, read_file
-from nanonorm.scale import drop_site_loss
+from nanonorm.scale import drop_held
 from nanonorm.sink import store_sink, text_calls
 
-NO_SITE_LOSS = {"site_weight": 0.0, "site_far": 0.0}
+IN_TRAINING = dict(site_weight=0.0, site_far=0.0, site_until="blend", taper_ceiling=None)  # off elsewhere
 AT_ONCE = 1 << 24  # numbers of a large matrix in float64: 128 MiB
 
 
@@ -140,7 +140,7 @@ def reformed(part: nn.Module, form: str) -> nn.Module:
     """A copy of a Block or an Output in another form, in eval mode: changed in float64, cast back once. It
     shares the tensors that come out as they were."""
     new, old = copy.deepcopy(part).double(), dict(part.named_parameters())
-    drop_site_loss(new)
+    drop_held(new)
     if form == "unfused":
         changed = {name: m.at_zero() for name, m in new.named_modules() if isinstance(m, Taper)}
     else:
@@ -164,7 +164,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
     shared = {id(p): nn.Parameter(p.detach()) for p in model.parameters()} | {id(model.rope): model.rope}
     new, folds = copy.deepcopy(model, shared), form != "unfused"
     new.anchor = None
-    drop_site_loss(new)
+    drop_held(new)
     new.blocks = nn.ModuleList(reformed(block, form) for block in model.blocks)
     weight, bias = (None if t is None else t.detach() for t in model.head())
     tip = reformed(Output(model.norm_final, weight[:1], None if bias is None else bias[:1]), form)
@@ -186,7 +186,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
     for name in ("tok_emb", "pos_emb"):
         if folds and isinstance(getattr(new, name), CentredEmbedding):
             setattr(new, name, uncentred(getattr(new, name)))
-    config = replace(model.config, tie_embeddings=new.lm_head is None, emb_scale=None, **NO_SITE_LOSS)
+    config = replace(model.config, tie_embeddings=new.lm_head is None, emb_scale=None, **IN_TRAINING)
     new.config = replace(config, form=form)
     store_sink(model, new)
     return new.eval()
@@ -332,7 +332,7 @@ def begun_as(base: ModelConfig, phase: str, gates: list[float], where: str) -> M
     if max(gates) > 0:
         middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
         raise BadInput(f"{where} {middle}; start from weights from before or after it")
-    return replace(base, form="unfused", **NO_SITE_LOSS)
+    return replace(base, form="unfused", **IN_TRAINING)
 
 
 def config_of(file: dict, path) -> ModelConfig:

@@ -35,7 +35,7 @@ from nanonorm.generation import generate
 from nanonorm.kernels import NOT_COUNTED, autocasts, fast, is_watched, upcast
 from nanonorm.knobs import FREE, V2, Needs, OneOf, Since, changed, check_needs, check_types
 from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
-from nanonorm.scale import BatchAnchor, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
+from nanonorm.scale import BatchAnchor, Ceiling, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
 from nanonorm.sink import Alone, Sunk
 from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
@@ -48,7 +48,7 @@ AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_
 COUPLED = Needs("norm", lambda c: c.norm == "coupled", "norm=coupled")
 SITES = Needs("norm", lambda c: NORMS[c.norm].tapers, "a norm that a taper could take, such as rmsnorm")
 SITE_LOSS = Needs("site_weight", lambda c: c.site_weight > 0, "site_weight above 0, such as 1")
-COUNTS = (TAPER, SITE_LOSS, FREE, Since(4))
+COUNTS, HOLDS = (TAPER, SITE_LOSS, FREE, Since(4)), (SITE_LOSS, FREE, Since(4))
 SHIFT = Needs("norm", lambda c: NORMS[c.norm].shift, "a norm with a shift, such as layernorm")
 SQUASH = Needs("norm", lambda c: c.norm in ("dyt", "derf"), "norm=dyt or derf")
 
@@ -86,6 +86,7 @@ class ModelKnobs:
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
     taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
+    taper_ceiling: Annotated[Positive | None, TAPER, FREE, Since(4)] = None  # of a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
@@ -94,7 +95,8 @@ class ModelKnobs:
     # (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the spread of log s in the blocks
-    site_far: Annotated[NonNegative, SITE_LOSS, FREE, Since(4)] = 0.0  # there: of tokens far off the mean
+    site_far: Annotated[NonNegative, *HOLDS] = 0.0  # there: of tokens far off the mean
+    site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # its last phase
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, SITE_LOSS, FREE] = 0.01  # mu, of running means
@@ -123,8 +125,7 @@ class ModelConfig(ModelKnobs):
     """An architecture; travels in every model file. Never changed once made: replace() makes another. Raises:
     ModelError for what makes no sense."""
 
-    # how this model was derived; not a knob
-    form: Literal["trained", "unfused", "folded", "weightless"] = "trained"
+    form: Literal["trained", "unfused", "folded", "weightless"] = "trained"  # its making; not a knob
 
     def __post_init__(self):
         check_types(self, ModelError)
@@ -164,9 +165,8 @@ class ModelConfig(ModelKnobs):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
         if self.site_weight and self.form != "trained":
-            raise ModelError(
-                f"site_weight={self.site_weight} needs norms; in {self.form} form norms are gone"
-            )
+            needs = f"site_weight={self.site_weight} needs norms"
+            raise ModelError(f"{needs}; in {self.form} form they are gone")
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
@@ -486,6 +486,8 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     norm = RMSNorm(c.head_dim, c.norm_eps) if site == "qk" else NORMS[c.norm].make(c)
     if c.taper_qk if site == "qk" else site in TAPERED_SITES[c.taper]:
         norm = CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate, c.sink_multiple)
+    if c.taper_ceiling is not None and isinstance(norm, Taper):
+        Ceiling(c.taper_ceiling, c.ema_rate).hold(norm)
     if c.site_weight and site == "block":
         SiteLoss(statistic(c), c).hold(norm)
     return norm
@@ -502,10 +504,8 @@ def statistic(c: ModelConfig) -> Norm:
 
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
-    """float32 rotary tables (2, block_size, 1, C): [0] cos, [1] sin with the half-split rotation's sign.
-
-    Rounded as Hugging Face rounds them. None for learned positions.
-    """
+    """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them: [0] cos, [1] sin with
+    the half-split rotation's sign. None for learned positions."""
     if c.positions != "rope":
         return None
     numbers = partial(torch.arange, device=device, dtype=torch.float32)
@@ -750,7 +750,7 @@ NORMS = {
 
 def make_block(c: ModelConfig, i: int) -> Block:
     """Block i of a network."""
-    c = changed(c, taper="none") if i < c.taper_from_layer else c
+    c = changed(c, taper="none", site_weight=0.0) if i < c.taper_from_layer else c
     if c.norm == "coupled" and i < c.coupled_from_layer:
         return Block(c)
     return FakeLNBlock(c) if c.calibration == "mean_scale" else NORMS[c.norm].block(c)

@@ -34,7 +34,7 @@ from nanonorm.adapters import learning, take_norms
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.gates import Gates
-from nanonorm.metrics import log_line
+from nanonorm.metrics import at_ceiling, log_line
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import Gradients, clip, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks, data_parallel, deal, local
@@ -94,7 +94,7 @@ class Step:
         self.autocast = machine.autocast(device, dtype)
         self.forward = self.compiled = machine.compiled(self.module, Block, cfg, device)
         self.optimizer = make_optimizer(list(self.learns.values()), cfg, device)
-        self.fused = self.optimizer.defaults["fused"]
+        self.fused = self.optimizer.defaults.get("fused", False)
         self.totals = torch.zeros(len(self.losses) + 1, dtype=machine.widest_float(device), device=device)
         self.number = torch.zeros((), dtype=torch.long, device=device)
         self.bad_step = torch.full_like(self.number, cfg.max_iters)  # the first that was not finite
@@ -379,6 +379,8 @@ def main(held: ExitStack):
     # --- the exports
     if why_not := step.gates.why_up():
         raise SystemExit(f"train.py: {why_not}")
+    if note := at_ceiling(model):
+        folder.announce(note)
     if cfg.shard:
         module = sharded.gathered()
         model = getattr(module, "student", module)

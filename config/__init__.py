@@ -61,6 +61,7 @@ class Config(ModelKnobs):
     draw_size: Annotated[Count | None, Since(4)] = None
     mask_end: Annotated[bool, V2] = False  # targets that end a text do not count in training
     # optimizer
+    optimizer: Annotated[Literal["adamw", "adamw_8bit"], Since(4)] = "adamw"  # 8bit: its averages, by torchao
     learning_rate: NonNegative = 3e-4  # peak learning rate
     weight_decay: NonNegative = 0.0  # on matrices, not on gains and shifts
     beta1: Annotated[float, Range(0.0, 0.999999)] = 0.9  # AdamW
@@ -114,8 +115,7 @@ class Config(ModelKnobs):
             last = f"lr_decay_iters={self.lr_decay_iters}"
             raise BadInput(f"warmup_iters={self.warmup_iters} must be below {last}")
         if self.dropout and self.cuda_graph:
-            draws = "dropout draws anew in each micro-batch, which a CUDA graph cannot"
-            raise BadInput(f"{draws}; set one of them")
+            raise BadInput("dropout draws anew in each micro-batch, which a CUDA graph cannot; set one")
         if self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if START.met(self):

@@ -9,6 +9,9 @@ block_size and no other.
 Each corpus gives as much, from all over its text: --train_tokens of its training split and --val_tokens of
 its validation split, or all that it has. The last target of a window is the begin token of the next one,
 which `val/loss` counts and evaluate.py does not. Without a begin token the end-of-text token stands there.
+
+With --sink=True it is for a run with sink_token, which brings that token itself and can bear no other sink in
+the text: stretches of 16 windows, without begin and end tokens and not cut any further.
 """
 
 import sys
@@ -30,17 +33,27 @@ from nanonorm.typed import Count
 @dataclass
 class Knobs:
     block_size: Count = 256  # tokens of a window, the begin token among them
+    sink: bool = False  # not cut, without begin and end tokens: for a run with sink_token
     train_tokens: Count = 1 << 40  # of each corpus
     val_tokens: Count = 1 << 40  # of each corpus
     out_dir: str | None = None  # folder to write
 
 
-def cut(tokens: np.ndarray, block_size: int, limit: int, begin: int) -> np.ndarray:
-    """Windows (n, block_size), the token `begin` in front of each, from all over a text (N,); n block_size is
-    at most `limit`, or else n is 1."""
-    rows = tokens[: len(tokens) - len(tokens) % (block_size - 1)].reshape(-1, block_size - 1)
+def cut(tokens: np.ndarray, block_size: int, limit: int, begin: int | None) -> np.ndarray:
+    """Windows (n, block_size), the token `begin` in front of each (None: nothing), from all over a text (N,);
+    n block_size is at most `limit`, or else n is 1."""
+    own = block_size - (begin is not None)
+    rows = tokens[: len(tokens) - len(tokens) % own].reshape(-1, own)
     count = max(1, min(len(rows), limit // block_size))
-    return np.insert(rows[np.linspace(0, len(rows) - 1, count).astype(int)], 0, begin, axis=1)
+    rows = rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+    return rows if begin is None else np.insert(rows, 0, begin, axis=1)
+
+
+def stretches(tokens: np.ndarray, length: int, limit: int, special: list[int]) -> np.ndarray:
+    """A text (N,) without its `special` tokens, in pieces of `length` tokens as `cut` takes them, or whole if
+    it is shorter. (n, at most length)"""
+    tokens = tokens[~np.isin(tokens, special)]
+    return cut(tokens, min(length, len(tokens)), limit, None)
 
 
 def main():
@@ -57,16 +70,22 @@ def main():
     tokenizer = load_tokenizer(folders[0] / metas[0]["tokenizer"])
     begin = tokenizer.special_id("bos_token") if isinstance(tokenizer, TokenizerJson) else None
     begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)
+
+    def pieces(text, limit: int) -> np.ndarray:
+        if knobs.sink:
+            return stretches(text, 16 * knobs.block_size, limit, [begin, tokenizer.eot_id])
+        return cut(text, knobs.block_size, limit, begin)
+
     known, limits = {}, (knobs.train_tokens, knobs.val_tokens)
     with hold_folder(knobs.out_dir) as out_dir:
         again = (out_dir / "meta.json").exists()
         (out_dir / "meta.json").unlink(missing_ok=True)  # from here on it would describe other files
         for split, texts, limit in zip(("train", "val"), (trains, vals), limits, strict=True):
-            rows = np.concatenate([cut(text.view(dtype), knobs.block_size, limit, begin) for text in texts])
+            rows = [row for text in texts for row in pieces(text.view(dtype), limit)]
             with atomic_write(out_dir / f"{split}.bin") as f:
-                f.write(rows.astype(dtype).tobytes())
-            known |= {f"{split}_tokens": rows.size, f"{split}_documents": len(rows)}
-            known[f"{split}_bytes"] = sum(len(tokenizer.decode(row).encode()) for row in rows.tolist())
+                f.write(np.concatenate(rows).astype(dtype).tobytes())
+            known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
+            known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
         write_tokenizer(out_dir, tokenizer, again)
         meta = Manifest(
             vocab_size=tokenizer.vocab_size,
@@ -76,11 +95,12 @@ def main():
             end_token_id=tokenizer.eot_id,
             dtype=dtype,
             source="; ".join(meta["source"] for meta in metas),
-            block_size=knobs.block_size,
+            block_size=None if knobs.sink else knobs.block_size,
             **known,
         )
         write_json(out_dir / "meta.json", meta.model_dump(exclude_none=True), indent=2)
-    sizes = f"{known['train_documents']:,} and {known['val_documents']:,} windows of {knobs.block_size}"
+    kind = "stretches" if knobs.sink else f"windows of {knobs.block_size}"
+    sizes = f"{known['train_documents']:,} and {known['val_documents']:,} {kind}"
     print(f"wrote {sizes}, train and val, to {knobs.out_dir}")
 
 

@@ -38,6 +38,8 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
     if cfg.shard:
         refuse_to_shard(cfg, device)
     dtype = pick_dtype(cfg.dtype, device, cfg.n_embd)
+    if cfg.optimizer == "adamw_8bit":
+        refuse_eight_bits(cfg, dtype)
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
         warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW's warm-up
@@ -59,6 +61,20 @@ def refuse_to_shard(cfg, device: torch.device):
         raise BadInput(f"shard=True needs a CPU or GPUs, and device={device}; leave it out")
     if importlib.util.find_spec("safetensors") is None:
         raise BadInput("shard=True writes its checkpoints with safetensors: pip install safetensors")
+
+
+def refuse_eight_bits(cfg, dtype: torch.dtype):
+    """Raises: BadInput for what does not go with optimizer=adamw_8bit."""
+    for name, why in (
+        ("shard", "another number of ranks would cut its blocks of 256 numbers"),
+        ("cuda_graph", "it is not fused, and asks the host after each step"),
+    ):
+        if getattr(cfg, name):
+            raise BadInput(f"optimizer=adamw_8bit does not go with {name}=True: {why}; set one of them")
+    if dtype == torch.float64:
+        raise BadInput("optimizer=adamw_8bit computes in float32; with dtype=float64 use optimizer=adamw")
+    if importlib.util.find_spec("torchao") is None:
+        raise BadInput("optimizer=adamw_8bit needs torchao: pip install torchao")
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:

@@ -9,7 +9,7 @@ from nanonorm import machine
 from nanonorm.kernels import upcast
 from nanonorm.optimizer import grad_norms
 from nanonorm.ranks import whole
-from nanonorm.scale import site_losses
+from nanonorm.scale import ceilings, site_losses
 from nanonorm.schedules import lr_at, mean_gate
 
 
@@ -65,7 +65,27 @@ def taper_metrics(model) -> dict[str, float]:
             line[f"taper/residual.{name}"] = residual(norm).item()
             if norm.sink_multiple is not None:
                 line[f"taper/sinks.{name}"] = norm.left_out().item()
-    return line
+    return line | limited(model)
+
+
+def limited(model) -> dict[str, float]:
+    """Which share of the last step's tokens the ceiling of each taper limited, and their mean."""
+    shares = {name: ceiling.means()[0].item() for name, ceiling in ceilings(model).items()}
+    if not shares or model.phase == "norm":
+        return {}
+    named = {f"taper/limited.{name}": share for name, share in shares.items()}
+    return named | {"taper/limited": sum(shares.values()) / len(shares)}
+
+
+def at_ceiling(model) -> str:
+    """What to say of tapers that needed their ceilings to the last step; "" if none did."""
+    share = limited(model).get("taper/limited")
+    if not share:
+        return ""
+    met = (
+        f"taper_ceiling={model.config.taper_ceiling} still limited {share:.1e} of the tokens in the last step"
+    )
+    return f"{met}, a mean over sites; the exports have no ceiling, and may do worse there"
 
 
 def site_metrics(model) -> dict[str, float]:

@@ -15,10 +15,14 @@ KINDS = {  # of weights -> what their names begin with; a norm's gains and shift
 
 def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.AdamW:
     """AdamW, fused where that skips a bad step. Matrices decay; gains, shifts and scalars do not. cfg: a
-    resolved config.Config."""
+    resolved config.Config. In 8 bits it is not fused, and a step waits to learn whether it was a bad one."""
     matrices = [p for p in parameters if p.dim() >= 2]
     rest = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if cfg.optimizer == "adamw_8bit":
+        from nanonorm.eight_bit import AdamW8  # torchao takes seconds to import
+
+        return AdamW8(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2))
     lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
     betas = (cfg.beta1, cfg.beta2)
     fused = device.type in ("cpu", "cuda")  # mps has a fused one that would not skip a bad step

@@ -185,7 +185,9 @@ def fits_adamw(state: dict, p) -> bool:
     shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
     if set(state) != set(shapes):
         return False
-    return all(state[k].shape == s and torch.isfinite(local(state[k])).all() for k, s in shapes.items())
+    # of one in 8 bits its scales are looked at
+    finite = (getattr(local(t), "scale", local(t)).isfinite().all() for t in state.values())
+    return all(state[k].shape == s for k, s in shapes.items()) and all(finite)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ class Tracked:
     def trackers(self) -> dict[str, Tracker]:
         anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}
         sites = {f"{name}.site": site for name, site in site_losses(self).items()}
-        return self.taper_norms() | anchor | sites
+        limits = {f"{name}.ceiling": ceiling for name, ceiling in ceilings(self).items()}
+        return self.taper_norms() | anchor | sites | limits
 
     @torch.no_grad()
     def calibrate(self):
@@ -192,6 +193,7 @@ class BatchAnchor(nn.Module):
 
 
 FAR = 0.7  # of log s: twice or half the mean
+PHASES = ("norm", "blend", "scale")
 
 
 class Alongside(torch.autograd.Function):
@@ -219,17 +221,19 @@ class SiteLoss(Tracker):
 
     What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
     depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. It ends
-    with the blend. The total loss does not show it: its gradient enters where h is read, `share` times, which
-    a run sets to 1/(micro-batches a step).
+    with the phase `site_until`. The total loss does not show it: its gradient enters where h is read, `share`
+    times, which a run sets to 1/(micro-batches a step).
     """
 
-    quantities, shown, phases = ("ema_log_s",), ("spread", "loss"), ("norm", "blend")
+    quantities, shown = ("ema_log_s",), ("spread", "loss")
 
     def __init__(self, norm, cfg):
         """norm: a bare model.Norm; cfg: settings with the site_ and calibration's knobs, and n_layer."""
         super().__init__(cfg.ema_rate)
         self.norm, self.far, self.share = norm, cfg.site_far, 1.0
-        self.weight = cfg.site_weight / (2 * cfg.n_layer)  # a mean over the norms of the blocks
+        self.phases = PHASES[: PHASES.index(cfg.site_until) + 1]
+        held = cfg.n_layer - cfg.taper_from_layer  # blocks; all of them where none tapers
+        self.weight = cfg.site_weight / (2 * held)  # a mean over their norms
         self.skip_first, self.sink_multiple = cfg.calib_skip_first, cfg.sink_multiple
 
     def hold(self, norm: nn.Module):
@@ -268,10 +272,53 @@ def site_losses(model: nn.Module) -> dict[str, SiteLoss]:
     return {name: site for name, site in sites.items() if site is not None}
 
 
-def drop_site_loss(part: nn.Module):
-    """Take the site losses away from the norms in `part`."""
-    for norm in [m for m in part.modules() if hasattr(m, "site")]:
-        del norm.site
+class Ceiling(Tracker):
+    """Limits what a taper's fixed branch can do to one token (not in the papers):
+
+        h * min(1, ceiling / (c s(h)))
+
+    A norm does not see the scale of what it reads, so its branch stays what it is, but for norm_eps; the
+    fixed branch puts out at most `ceiling` times what the norm would, with the gain that c was fitted to. In
+    training alone, from the blend on: an export knows nothing of it, and is what was trained if no token
+    meets it any more.
+    """
+
+    quantities, phases = ("ema_limited",), ("blend", "scale")
+
+    def __init__(self, ceiling: float, ema_rate: float):
+        super().__init__(ema_rate)
+        self.ceiling = ceiling
+
+    def hold(self, taper: nn.Module):
+        """Become a part of the model.Taper whose input this is about."""
+        taper.ceiling = self
+        taper.register_forward_pre_hook(self.before)
+
+    def before(self, taper, args):
+        """A forward pre-hook: h (..., D), lowered where it is too large."""
+        if not self.training or self.phase not in self.phases or self.apart:
+            return args
+        h = args[0]
+        share = self.ceiling / (taper.c * taper.norm.scale(h))  # (..., 1)
+        if self.collecting():
+            self.add((share.detach() < 1).to(share.dtype).squeeze(-1))
+        return ((h * share.clamp_max(1)).to(h.dtype), *args[1:])
+
+    def calibrate(self):
+        """Nothing is frozen."""
+
+
+def ceilings(model: nn.Module) -> dict[str, Ceiling]:
+    """{"0.attn": ..., "final": ...}: the names of the tapers that have one."""
+    tapers = model.taper_norms()
+    return {name: taper.ceiling for name, taper in tapers.items() if hasattr(taper, "ceiling")}
+
+
+def drop_held(part: nn.Module):
+    """Take site losses and ceilings away from the norms in `part`."""
+    for norm in [m for m in part.modules() if {"site", "ceiling"} & m._modules.keys()]:
+        for name in {"site", "ceiling"} & norm._modules.keys():
+            delattr(norm, name)
         norm._forward_pre_hooks.clear()
 
 

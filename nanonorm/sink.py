@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from nanonorm.scale import Tracker, site_losses
+from nanonorm.scale import Tracker
 
 
 class Kept:
@@ -67,8 +67,7 @@ class Sunk:
             return []
         if self.config.form != "trained":
             return list(zip(self.sink_k, self.sink_v, strict=True))
-        sites = [*self.taper_norms().values(), *site_losses(self).values()]
-        return pass_alone(self.blocks, sites, *self.sink_begins())[1]
+        return pass_alone(self.blocks, list(self.trackers().values()), *self.sink_begins())[1]
 
     def sink_begins(self):
         """(the sink's stream before the first block (1, 1, D), its rotary table or None)"""

@@ -57,6 +57,7 @@ class Evaluate:
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # bfloat16: autocast of float32 weights
     kl: bool = False  # KL(vanilla || network) as well, for which the vanilla network runs beside each other
+    finite: bool = False  # leave out, and count, blocks with a loss that is not finite; else that is an error
     within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
     out: str | None = None  # .json file for the numbers
 
@@ -132,7 +133,8 @@ def batches(blocks: np.ndarray, size: int, device, label: str):
 @torch.inference_mode()
 def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device, teacher: Network | None = None):
     """(-log p of every token of `blocks` (n, T) but each block's first: (n, T-1), float64 if --dtype is that,
-    else float32; KL(teacher || network) there, alike, or None). Raises: BadInput if a loss is not finite."""
+    else float32; KL(teacher || network) there, alike, or None). Raises: BadInput if a loss is not finite,
+    without --finite."""
     n, T = blocks.shape
     losses = np.empty((n, T - 1), np.float64 if k.dtype == "float64" else np.float32)
     kl = None if teacher is None else np.empty_like(losses)
@@ -146,7 +148,7 @@ def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device, teac
             if teacher is not None:
                 log_p, log_q = (upcast(z[:-1]).log_softmax(-1) for z in (taught[i - first], of_block))
                 kl[i] = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).cpu().numpy()
-    if not np.isfinite(losses).all():
+    if not k.finite and not np.isfinite(losses).all():
         i, t = np.argwhere(~np.isfinite(losses))[0].tolist()
         where = f"{network.name}: the loss of token {t + 1} of block {i} is {losses[i, t]}"
         raise BadInput(f"{where}; is the network damaged, or --dtype={k.dtype} too narrow for it?")
@@ -171,15 +173,23 @@ def summary(losses: np.ndarray, targets: np.ndarray, end: int | None) -> dict:
 
 
 def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla: dict, teacher) -> dict:
-    """A row of the table. vanilla: {text: mean} of the network that gaps are to, which is the first; teacher:
-    that network, or None."""
+    """A row of the table. vanilla: {text: losses} of the network that gaps are to, which is the first;
+    teacher: that network, or None. Raises: BadInput."""
     blocks, first = text.blocks(T, k.blocks), text.name not in vanilla
     losses, kl = token_losses(network, blocks, k, device, None if first else teacher)
+    theirs, good = vanilla.setdefault(text.name, losses), np.isfinite(losses).all(1)
     row = {"model": network.name, "data": text.name, "blocks": len(blocks), "block_size": T}
+    if k.finite:
+        row["not_finite"] = len(good) - int(good.sum())
+        if not good.any() or not np.isfinite(theirs).all():
+            raise BadInput(
+                f"{network.name}, {text.name}: no block is finite, or of the first network not all"
+            )
+        losses, theirs, blocks, kl = (None if t is None else t[good] for t in (losses, theirs, blocks, kl))
     row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
     row["bits_per_byte"] = text.bits_per_byte(row["ce"])
     row["kl"] = None if kl is None else kl.mean(dtype=np.float64).item()
-    row["gap"] = row["ce"] - vanilla.setdefault(text.name, row["ce"])
+    row["gap"] = row["ce"] - theirs.mean(dtype=np.float64).item()
     place = row_of(network.title, network.layers, network.width)
     of_set = text.manifest.set if k.blocks is None else None
     row["paper"] = paper_says(place, of_set, T)
@@ -203,18 +213,19 @@ COLUMNS = {  # head -> (key of a row, its form)
     "bits/byte": ("bits_per_byte", ".4f"),
     "gap": ("gap", "+.4f"),
     "KL": ("kl", ".5f"),
+    "not finite": ("not_finite", "d"),  # blocks, left out; the gap is to the others
     "paper": ("paper", ".4f"),
     "its gap": ("paper_gap", "+.4f"),
 }
 
 
 def loss_table(rows: list[dict]) -> str:
-    table = []
+    table, columns = [], {head: of for head, of in COLUMNS.items() if of[0] in rows[0]}
     for row in rows:
-        values = [(row[key], form) for key, form in COLUMNS.values()]
+        values = [(row[key], form) for key, form in columns.values()]
         cells = ["-" if v is None else format(v, form) for v, form in values]
         table.append([row["model"], row["data"], *cells])
-    return markdown(table, ["model", "data", *COLUMNS])
+    return markdown(table, ["model", "data", *columns])
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -140,6 +140,12 @@ def share_of(p: torch.Tensor, cfg: Plan) -> int:
     return p.nbytes if rows is None else rows * p[0].nbytes
 
 
+def in_eight_bits(p: torch.Tensor) -> int:
+    """Bytes of one of its averages: torchao has a scale for 256 numbers, and leaves what is small alone."""
+    n = p.numel()
+    return n + n // 256 * 4 if n >= 4096 and n % 256 == 0 else 4 * n
+
+
 def total(name: str, parameters, cfg: Plan, factor: int = 1) -> Part:
     parameters = list(parameters)
     numbers = sum(p.numel() for p in parameters)
@@ -194,7 +200,10 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     own = [p for p in model.parameters() if id(p) not in of_teacher | learned]
     weights = "weights" if cfg.adapter == "none" else "adapters"
     parts = [total(weights, learns, cfg), total("gradients", learns, cfg)]
-    parts += [total("AdamW's averages", learns, cfg, 2)]
+    averages = total("AdamW's averages", learns, cfg, 2)
+    if cfg.optimizer == "adamw_8bit":
+        averages = averages._replace(bytes=2 * sum(map(in_eight_bits, learns)))
+    parts.append(averages)
     if own:
         parts.append(total("frozen, its own", own, cfg))
     if taught:

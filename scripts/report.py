@@ -6,6 +6,7 @@
     python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=results/coupled_posthoc
     python scripts/report.py held_out out/smollm2/held_out.json --out=results/smollm2
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
+    python scripts/report.py course out/demo --out=docs/panels.png
     python scripts/report.py widths out/folding/*.json --out=results/what_does_folding_gain
 
 The first word chooses the report; `python scripts/report.py gaps --help` explains one. Each is a module of
@@ -17,11 +18,11 @@ import sys
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
-from scripts.studies import couple, gaps, gpt2, held_out, papers, picture, widths
+from scripts.studies import couple, course, gaps, gpt2, held_out, papers, picture, widths
 
 REPORTS = {
     "papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "held_out": held_out, "picture": picture,
-    "widths": widths,
+    "widths": widths, "course": course,
 }  # fmt: skip
 
 

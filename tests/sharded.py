@@ -47,7 +47,12 @@ CASES |= {
     "dora": ({"norm": "rmsnorm", "taper": "internal", "teacher": "x", "adapter": "dora"}, "dora"),
     "dora-untied": ({"teacher": "x", "adapter": "dora", "tie_embeddings": False}, "dora"),
 }
-LARGE = {"n_layer": 4, "n_embd": 128, "vocab_size": 1000, "taper": "internal"}
+SIZE = {"n_layer": 4, "n_embd": 128, "vocab_size": 1000}
+LARGE = {  # networks whose bytes are counted
+    "bytes": {**SIZE, "taper": "internal"},
+    "bytes-gpt2": {**SIZE, **GPT2, "norm": "layernorm", "n_layer": 3, "n_embd": 192, "vocab_size": 1501},
+    "bytes-cbwc": {**SIZE, "norm": "cbwc", "n_layer": 6, "n_embd": 96},
+}
 
 
 def settings(knobs: dict) -> Config:
@@ -56,9 +61,8 @@ def settings(knobs: dict) -> Config:
 
 def networks(cfg: Config, adapter: str | None, dtype) -> tuple:
     """(the model that trains, the module that is called), of random weights, the same in every process."""
-    shape = {"vocab_size": 61, "n_head": 4, "n_embd": 24} | {
-        name: getattr(cfg, name) for name in ("vocab_size", "n_embd") if name in LARGE and cfg.vocab_size
-    }
+    shape = {"vocab_size": 61, "n_head": 4, "n_embd": 24}
+    shape |= {name: getattr(cfg, name) for name in ("vocab_size", "n_embd") if cfg.vocab_size}
     config = cfg.model_config(61)
     config = type(config)(**{**vars(config), **shape, "n_kv_head": 4, "head_dim": None, "hidden": None})
     model = randomize(Transformer(config), std=0.1).to(dtype)
@@ -174,8 +178,8 @@ def main(path: str, *cases: str):
     found = {}
     for case in cases:
         torch._dynamo.reset()
-        if case == "bytes":
-            CASES[case] = LARGE, None
+        if case in LARGE:
+            CASES[case] = LARGE[case], None
             found[case] = bytes_of(begun(case, ranks, True, torch.float32))
             gc.collect()
         elif case == "ends":

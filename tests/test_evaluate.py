@@ -107,6 +107,29 @@ def test_figures_are_those_of_a_direct_computation(capsys, text, tmp_path):
     assert report["rows"] == [row] and report["texts"][str(text)]["source"] == "parts of a module"
 
 
+def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, text, tmp_path):
+    """If that is asked for; else they are an error. The gap and the KL are of the blocks that are left."""
+    plain = network("rmsnorm-internal", tie_embeddings=False)
+    bad = network("rmsnorm-internal", tie_embeddings=False)
+    blocks = blocks_of(text, 16)
+    token = blocks[3, 2].item()
+    bad.tok_emb.weight.data[token] = 1e38
+    good = ~(blocks[:, :-1] == token).any(1)
+    assert 0 < good.sum() < len(blocks) - 1
+    folders = put(plain, tmp_path / "plain", text), put(bad, tmp_path / "bad", text)
+    flags = (f"--data={text}", "--dtype=float64", "--kl=True")
+    with pytest.raises(BadInput, match="is the network damaged"):
+        run(capsys, *folders, *flags)
+    said, (first, row) = run(capsys, *folders, *flags, "--finite=True")
+    assert (first["not_finite"], row["not_finite"]) == (0, int((~good).sum()))
+    assert f"| {row['not_finite']} |" in said and first["gap"] == 0
+    of_good = direct(plain, blocks[good]).mean().item()  # a token that is in none of them
+    assert row["ce"] == pytest.approx(of_good, rel=EXACT) and abs(row["gap"]) < EXACT > row["kl"]
+    bad.tok_emb.weight.data.fill_(1e38)
+    with pytest.raises(BadInput, match="no block is finite"):
+        run(capsys, folders[0], put(bad, tmp_path / "worse", text), *flags, "--finite=True")
+
+
 def test_the_batch_size_is_of_no_account(capsys, text, tmp_path):
     folder = put(network("rmsnorm", std=0.5), tmp_path / "run", text)
     rows = []

@@ -134,6 +134,21 @@ def test_the_8b_distillation_needs_two_cards(capsys, monkeypatch):
     assert f"without --shard {alone['bytes'] / 1e9:.1f} GB" in said
 
 
+def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
+    """By what docs/sharding.md says of it, on one card and on each of two; of logits too."""
+    said = " ".join((ROOT / "docs/sharding.md").read_text().split())
+    path = str(ROOT / "config/gpt2.py") + ":xl_fakeln"
+    alone, spread = (
+        planned(capsys, monkeypatch, path, *more) for more in ((), ("--ranks=2", "--shard=True"))
+    )
+    narrow = planned(capsys, monkeypatch, path, "--optimizer=adamw_8bit")
+    assert f"GPT-2 XL then takes {narrow['bytes'] / 1e9:.1f} GB" in said
+    assert alone["fits"] and spread["fits"]
+    takes = f"takes {alone['bytes'] / 1e9:.1f} GB of one card, and {spread['bytes'] / 1e9:.1f} of each of two"
+    assert takes in said
+    assert f"holds {alone['parts']['logits'] / 1e9:.1f} GB of them" in said
+
+
 def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
     said = refused(capsys, *SMALL, "--ranks=3", program="scripts/plan.py")
     assert "must be a multiple of the 3 ranks" in said

@@ -153,10 +153,11 @@ def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_its_share(ranks, tmp_path):
     """Of weights, gradients and averages, 16 bytes a parameter in float32, when all of them are there."""
-    for found in (of_rank["bytes"] for of_rank in spread(tmp_path, ranks, "bytes")):
-        share = 16 * found["parameters"] / ranks
-        print(f"{found['held']:,} bytes of {share:,.0f}")
-        assert found["held"] <= 1.1 * share
+    for of_rank in spread(tmp_path, ranks, *sharded.LARGE):
+        for case, found in of_rank.items():
+            share = 16 * found["parameters"] / ranks
+            print(f"{case}: {found['held']:,} bytes of {share:,.0f}")
+            assert found["held"] <= 1.1 * share, case
 
 
 def together(pids) -> int:

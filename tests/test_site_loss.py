@@ -21,10 +21,10 @@ def gradients(model) -> torch.Tensor:
 
 
 def streams(model, x) -> dict[str, torch.Tensor]:
-    """What each norm of the blocks reads in training, with its graph."""
+    """What each norm that is held reads in training, with its graph."""
     found, hooks = {}, []
     for i, block in enumerate(model.blocks):
-        for kind in ("attn", "mlp"):
+        for kind in ("attn", "mlp") if i >= model.config.taper_from_layer else ():
             norm, site = getattr(block, f"norm_{kind}"), f"{i}.{kind}"
             read = lambda _, args, site=site: found.__setitem__(site, args[0])  # noqa: E731
             hooks.append(norm.register_forward_pre_hook(read))
@@ -98,13 +98,35 @@ def test_it_ends_with_the_blend_and_is_no_part_of_an_evaluation():
         assert torch.equal(gradients(plain), gradients(held))
 
 
+def test_it_ends_with_the_phase_that_is_asked_for():
+    x, y = batch()
+    for until, phases in (
+        ("norm", ["norm"]),
+        ("blend", ["norm", "blend"]),
+        ("scale", ["norm", "blend", "scale"]),
+    ):
+        for phase in ("norm", "blend", "scale"):
+            plain, held = (
+                tiny("rmsnorm-internal", phase=phase, **more) for more in ({}, KNOBS | {"site_until": until})
+            )
+            for model in (plain, held):
+                model(x, y).total.backward()
+            assert torch.equal(gradients(plain), gradients(held)) == (phase not in phases)
+
+
+def test_blocks_that_keep_their_norms_beside_a_taper_are_not_held():
+    held = tiny("layernorm-all-from-1", phase="norm", **KNOBS)
+    assert list(site_losses(held)) == ["1.attn", "1.mlp"]
+    assert {site.weight for site in site_losses(held).values()} == {KNOBS["site_weight"] / 2}
+
+
 def test_it_takes_norms_that_a_taper_could_take():
     for norm in ("coupled", "cbwc", "dyt", "derf"):
         with refuses("site_weight"):
             ModelConfig(norm=norm, site_weight=1.0)
     with refuses("site_weight"):
         ModelConfig(site_far=1.0)
-    with refuses("norms are gone"):
+    with refuses("they are gone"):
         ModelConfig(taper="internal", form="folded", site_weight=1.0)
 
 

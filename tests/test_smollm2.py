@@ -14,7 +14,7 @@ from test_tokenizer import gpt2, put
 import data
 from data.sampling import train_batch
 from data.tokenizer import load_tokenizer
-from data.windows import cut, main
+from data.windows import cut, main, stretches
 from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
 from scripts.harness.continuations import passages
@@ -30,9 +30,21 @@ def test_windows_are_of_all_the_text_and_begin_with_the_token():
     assert some[:, 1].tolist() == [100, 140, 190] and len(cut(text, 11, 1, 7)) == 1
 
 
+def test_text_for_a_sink_has_no_special_token_and_is_of_all_the_text():
+    text = np.insert(np.arange(100, 200, dtype="<u2"), [0, 33, 70], 7)
+    whole = stretches(text, 10, 1 << 40, [7])
+    assert np.array_equal(whole.ravel(), np.arange(100, 200))
+    assert stretches(text, 10, 35, [7])[:, 0].tolist() == [100, 140, 190]
+    assert stretches(text, 4000, 35, [7]).shape == (1, 100)
+
+
 @pytest.fixture
 def mixed(tmp_path, monkeypatch) -> Path:
     """Windows of 8 of two texts, in tokens that have a begin token of their own."""
+    return mix(tmp_path, monkeypatch)
+
+
+def mix(tmp_path, monkeypatch, *more: str) -> Path:
     tokenizer, folders = load_tokenizer(put(tmp_path / "gpt2", gpt2(bos_token="!"))), []
     for letter in "ab":
         parts = [(letter * (20 + i), True) for i in range(40)]
@@ -40,10 +52,24 @@ def mixed(tmp_path, monkeypatch) -> Path:
         folders[-1].mkdir()
         splits = (lambda parts=parts: parts, lambda parts=parts: parts[:9])
         data.prepare(*splits, folders[-1], None, letter, tokenizer)
-    flags = ["--block_size=8", "--train_tokens=80", "--val_tokens=24", f"--out_dir={tmp_path / 'mixed'}"]
+    flags = [
+        "--block_size=8",
+        "--train_tokens=80",
+        "--val_tokens=24",
+        f"--out_dir={tmp_path / 'mixed'}",
+        *more,
+    ]
     monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, folders), *flags])
     main()
     return tmp_path / "mixed"
+
+
+def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):
+    meta, train, val = data.open_corpus(mix(tmp_path, monkeypatch, "--sink=True"), 8)
+    tokenizer = load_tokenizer(tmp_path / "mixed")
+    special = {tokenizer.special_id("bos_token"), tokenizer.eot_id}
+    assert "block_size" not in meta and meta["train_tokens"] == len(train) > 0
+    assert not special & {*train.tolist(), *val.tolist()}
 
 
 def test_a_corpus_of_windows_is_read_window_by_window(mixed):

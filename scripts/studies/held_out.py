@@ -31,13 +31,13 @@ def name_of(model: str) -> str:
     return folder.parent.name if re.fullmatch(r"seed\d+", folder.name) else folder.name
 
 
-def table(rows: list[dict], key: str, sign: str = "") -> str:
+def table(rows: list[dict], key: str, sign: str = "", digits: int = 4) -> str:
     """A row a network, a column a text, in the cells a value of the rows of evaluate.py."""
     found = {}  # name -> text -> values by seed
     for row in rows:
         found.setdefault(name_of(row["model"]), {}).setdefault(row["data"], []).append(row[key])
     texts = next(iter(found.values()))
-    cells = {name: [spread(values, 4, sign) for values in of.values()] for name, of in found.items()}
+    cells = {name: [spread(values, digits, sign) for values in of.values()] for name, of in found.items()}
     lines = [[name, len(found[name][next(iter(texts))]), *line] for name, line in cells.items()]
     return markdown(lines, ["network", "n", *(Path(text).name for text in texts)])
 
@@ -56,5 +56,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     text += ["Cross-entropy of the first network, the teacher", table(teacher, "ce")]
     text += ["Cross-entropy above the teacher's", table(others, "gap", "+")]
     text += ["KL to the teacher", table(others, "kl")]
+    if any("not_finite" in row for row in others):
+        text += [
+            "Windows in which a loss is not finite, left out above",
+            table(others, "not_finite", digits=1),
+        ]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

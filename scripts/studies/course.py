@@ -1,0 +1,88 @@
+"""The course of runs over their steps, a panel a metric, by the names that wandb shows.
+
+    python scripts/report.py course out/demo --out=docs/panels.png
+    python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/course.png
+
+PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is a
+thin line, all of a run's colour. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanonorm.cli import check_out
+from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write
+from nanonorm.log import read_log
+from nanonorm.plots import COLOURS
+from nanonorm.tables import write_csv
+from nanonorm.typed import Count
+from scripts.studies.figures import CURVE_POINTS, Figures, rows_needed
+
+# What a run on one device shows of itself, of which it may lack some
+USUAL = (
+    "train/loss", "val/loss", "train/aux", "train/kl", "gate", "lr", "grad/total", "s/mean", "taper/c.",
+    "taper/residual.", "logits/l2", "perf/tok_s",
+)  # fmt: skip
+
+
+@dataclass
+class Knobs:
+    """What is drawn, and where it goes."""
+
+    metrics: tuple[str, ...] = USUAL
+    columns: Count = 3  # of panels
+    out: str | None = None  # .png file to write
+
+
+def series(lines: list[dict], metric: str) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, of a metric, or of all whose names begin with one that ends in a dot."""
+    found = {}
+    for line in lines:
+        for name, value in line.items():
+            named = name == metric or (metric.endswith(".") and name.startswith(metric))
+            if named and value is not None:
+                found.setdefault(name, {})[line["iter"]] = value
+    return found
+
+
+def lines_of(folder: Path) -> list[dict]:
+    """What a run has logged. Raises: BadInput."""
+    try:
+        return [line for line in read_log(folder / "metrics.jsonl").lines if "iter" in line]
+    except OSError as e:
+        raise BadInput(f"{folder} has no log to read ({e.strerror}); name the folder of a run") from None
+
+
+def main(k: Knobs, words: list[str], command: str) -> str:
+    check_out("out", k.out, ".png")
+    if not words or k.out is None:
+        raise BadInput("name run folders and --out=FILE.png")
+    runs = {Path(word).name: lines_of(Path(word)) for word in words}
+    found = {m: {name: series(lines, m) for name, lines in runs.items()} for m in k.metrics}
+    found = {m: of for m, of in found.items() if any(of.values())}
+    if not found:
+        raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
+    figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
+    fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
+    points = []
+    for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
+        for i, (run, lines) in enumerate(of_runs.items()):
+            for j, (name, values) in enumerate(lines.items()):
+                shown = list(values.items())[:: rows_needed(len(values), CURVE_POINTS)]
+                label = {} if j else {"label": run}
+                width = 0.5 if len(lines) > 1 else 1.2
+                ax.plot(*zip(*shown, strict=True), color=COLOURS[i % len(COLOURS)], linewidth=width, **label)
+                points += [(run, name, step, f"{value:.6g}") for step, value in shown]
+        figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
+        ax.set_title(metric)
+    for ax in axes[len(found) :]:
+        ax.set_axis_off()
+    fig.supxlabel("optimizer step", fontsize=9)
+    if len(runs) > 1:
+        handles, labels = axes[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=4)
+    with atomic_write(k.out) as f:
+        fig.savefig(f, format="png")
+    write_csv(Path(k.out).with_suffix(".csv"), ["run", "metric", "step", "value"], points)
+    return f"wrote {k.out}, and its numbers beside it\n{command}"

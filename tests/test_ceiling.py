@@ -1,0 +1,93 @@
+"""The ceiling of a taper's fixed branch: the formula, which tokens it meets; nothing of it is exported."""
+
+import pytest
+import torch
+from conftest import VARIANTS, batch, refuses, tiny
+from running import assert_goes_on_from, flags, metrics, train
+
+from forms import export_files, load_model, proved
+from model import ModelConfig
+from nanonorm.metrics import at_ceiling, limited
+from nanonorm.scale import ceilings
+
+TAPERS = [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
+
+
+def stretched(norm, h, share: float):
+    """h, of which a `share` of the tokens is far above what c was fitted to."""
+    far = torch.rand(h.shape[:-1], generator=torch.Generator().manual_seed(5)) < share
+    r = norm.norm.scale(h)
+    return torch.where(far.unsqueeze(-1), 9.0, 0.5) * h / (r * norm.c), far
+
+
+@pytest.mark.parametrize("phase", ["blend", "scale"])
+@pytest.mark.parametrize("variant", TAPERS)
+def test_the_fixed_branch_puts_out_at_most_so_many_times_the_norm(variant, phase):
+    """But for norm_eps, which a smaller stream meets anew. A token below the ceiling is as it was."""
+    model = tiny(variant, phase=phase, taper_ceiling=3.0)
+    assert ceilings(model).keys() == model.taper_norms().keys()
+    shares = {}
+    for name, norm in model.taper_norms().items():
+        norm.norm.eps = 0.0
+        h, far = stretched(norm, torch.randn(2, 16, *norm.norm.shape, dtype=torch.float64), 0.3)
+        bias = 0 if norm.bias is None else norm.bias
+        normed = norm.norm.normalize(h, None, None)
+        gate = norm.gate if phase == "blend" else 0.0
+        ratio = torch.where(far, 3.0, 0.5).double().unsqueeze(-1)  # of the fixed branch to the norm
+        wanted = (gate * norm.weight + (1 - gate) * ratio * norm.weight_tilde) * normed + bias
+        torch.testing.assert_close(norm(h), wanted, rtol=1e-11, atol=1e-11)
+        shares[f"taper/limited.{name}"] = pytest.approx(far.double().mean().item())
+    model.update_statistics()
+    assert limited(model).items() >= shares.items()
+    assert "still limited" in at_ceiling(model)
+
+
+def test_where_no_token_meets_it_nothing_changes():
+    x, y = batch()
+    found = []
+    for more in ({}, {"taper_ceiling": 1e6}):
+        model = tiny("rmsnorm-all-aux", phase="blend", **more)
+        model(x, y).total.backward()
+        model.update_statistics()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert set(limited(model).values()) == {0.0} and not at_ceiling(model)
+
+
+def test_it_is_for_training_and_for_the_text():
+    """Not in an evaluation, not of the norm, not of a sink, which keeps its norms."""
+    model = tiny("rmsnorm-internal", phase="blend", taper_ceiling=1e-3, sink_token=3)
+    x, y = (t[:, 1:] for t in batch())
+    plain = tiny("rmsnorm-internal", phase="blend", sink_token=3)
+    for of, other in zip(model.sink(), plain.sink(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of, other, strict=True))
+    assert not torch.equal(model(x, y).ce, plain(x, y).ce)
+    assert torch.equal(model.eval()(x, y).ce, plain.eval()(x, y).ce)
+    model, plain = (tiny("rmsnorm-internal", phase="norm", **more) for more in ({"taper_ceiling": 1e-3}, {}))
+    assert torch.equal(model(x, y).ce, plain(x, y).ce)
+    with refuses("taper_ceiling=2.0 needs a taper"):
+        ModelConfig(taper_ceiling=2.0)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(checkpoint, corpus, tmp_path, capsys):
+    knobs = dict(taper="all", taper_ceiling=0.5, max_iters=24, gate_start=8, gate_end=20, ckpt_interval=12)
+    knobs |= dict(log_interval=1, gradient_accumulation_steps=2, grad_checkpoint=checkpoint)
+    train(*flags(tmp_path / "run", corpus, **knobs))
+    assert "taper_ceiling=0.5 still limited" in capsys.readouterr().out
+    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
+    lines = metrics(tmp_path / "run")
+    assert all((line.get("taper/limited", 0) > 0.5) == (step >= 8) for step, line in enumerate(lines))
+    folded = load_model(tmp_path / "run/folded.pt")
+    assert folded.config.taper_ceiling is None and not any("ceiling" in name for name in folded.state_dict())
+    more = {"init_from": tmp_path / "run", "out_dir": tmp_path / "more", "dataset": corpus, "max_iters": 2}
+    train(*(f"--{name}={value}" for name, value in more.items()), "--device=cpu", "--batch_size=4")
+    assert "taper/limited" not in metrics(tmp_path / "more")[-1]
+
+
+def test_every_form_is_without_it():
+    model = tiny("layernorm-all", phase="scale", taper_ceiling=1e-3).float()
+    x, _ = batch()
+    for form in export_files(model.config).values():
+        exported, _ = proved(model, form, x)
+        assert not any("ceiling" in name for name, _ in exported.named_modules()) and ceilings(model)

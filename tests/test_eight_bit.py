@@ -1,0 +1,96 @@
+"""AdamW with averages of 8 bits: beside that of 32, in a checkpoint, after a bad step, and its bytes."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import batch
+from running import assert_goes_on_from, final, flags, metrics, refused, train
+
+from config import Config
+from model import ModelConfig, Transformer
+from nanonorm.errors import BadInput
+from nanonorm.optimizer import make_optimizer
+from nanonorm.run import load_optimizer
+from scripts import plan
+
+pytest.importorskip("torchao")
+RUN = {"optimizer": "adamw_8bit", "n_embd": 64, "max_iters": 24, "gate_start": 6, "gate_end": 16}
+RUN |= {"ckpt_interval": 12, "log_interval": 1, "learning_rate": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def plain_python():
+    """What torchao compiles is taken as it is written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def begun(**knobs):
+    """(a network whose averages are there, its optimizer)"""
+    cfg = Config(**knobs).resolve()
+    model = Transformer(ModelConfig(vocab_size=61, block_size=16, n_layer=2, n_head=4, n_embd=64))
+    optimizer = make_optimizer(list(model.parameters()), cfg, torch.device("cpu"))
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"].fill_(0.01) if isinstance(group["lr"], torch.Tensor) else 0.01
+    model(*batch()).total.backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_run_goes_on_to_the_bit_and_ends_near_that_of_32_bits(corpus, tmp_path):
+    train(*flags(tmp_path / "run", corpus, **RUN))
+    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
+    train(*flags(tmp_path / "wide", corpus, **RUN | {"optimizer": "adamw"}))
+    narrow, wide = (metrics(tmp_path / name)[-1]["val/loss"] for name in ("run", "wide"))
+    assert narrow != wide and narrow == pytest.approx(wide, rel=0.01)
+    kinds = {t.dtype for of in final(tmp_path / "run")["optimizer"]["state"].values() for t in packs(of)}
+    assert kinds == {torch.uint8, torch.float32}
+
+
+def packs(of: dict) -> list[torch.Tensor]:
+    """The tensors of a parameter's state in a file."""
+    return [t for kept in of.values() for t in (kept.values() if isinstance(kept, dict) else [kept])]
+
+
+def test_a_step_that_is_not_finite_changes_nothing(corpus, tmp_path):
+    """Though the optimizer by itself would take it."""
+    model, optimizer = begun(optimizer="adamw_8bit")
+    optimizer.found_inf, before = torch.tensor(1.0), model.tok_emb.weight.clone()
+    optimizer.step()
+    assert not torch.equal(before, model.tok_emb.weight)
+    status = train(
+        *flags(tmp_path / "run", corpus, **RUN | {"learning_rate": 1e30, "warmup_iters": 1}), expect=None
+    )
+    assert "non-finite" in status and "keeps the last good" in status
+
+
+def test_averages_of_another_kind_are_refused(tmp_path):
+    for kind, other in (("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")):
+        file = {"optimizer": begun(optimizer=kind)[1].state_dict(), "progress": {"iter": 1}}
+        with pytest.raises(BadInput, match="damaged"):
+            load_optimizer(begun(optimizer=other)[1], file, tmp_path / "ckpt.pt")
+    file = {"optimizer": begun(optimizer="adamw_8bit")[1].state_dict(), "progress": {"iter": 1}}
+    file["optimizer"]["state"][1]["exp_avg"]["codes"] = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(BadInput, match="damaged"):
+        load_optimizer(begun(optimizer="adamw_8bit")[1], file, tmp_path / "ckpt.pt")
+
+
+def test_they_take_the_bytes_that_are_planned(monkeypatch, capsys):
+    """A byte a number, and 4 for a block of 256; what is small stays as it is."""
+    shape = ("--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--vocab_size=61", "--device=cpu")
+    monkeypatch.setattr(sys, "argv", ["plan.py", *shape, "--optimizer=adamw_8bit", "--dataset=no/corpus"])
+    plan.main()
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]["AdamW's averages"]
+    state = begun(optimizer="adamw_8bit")[1].state_dict()["state"]
+    held = sum(t.nbytes for of in state.values() for t in packs(of) if t.dim())
+    assert planned == held
+    wide = begun(optimizer="adamw")[1].state_dict()["state"]
+    assert held < 0.3 * sum(t.nbytes for of in wide.values() for t in packs(of) if t.dim())
+
+
+@pytest.mark.parametrize("knobs", [{"shard": True}, {"dtype": "float64"}])
+def test_what_does_not_go_with_it_is_refused(knobs, corpus, tmp_path, capsys):
+    said = refused(capsys, *flags(tmp_path / "run", corpus, **RUN, **knobs))
+    assert "optimizer=adamw_8bit" in said and ("set one of them" in said or "use optimizer=adamw" in said)
