@@ -43,6 +43,7 @@ from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
 # What a knob may need to mean anything
 TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
 BLOCKS = Needs("taper", lambda c: "block" in TAPERED_SITES[c.taper], "taper=internal or all")
+FIT = Needs("taper", lambda c: TAPER.met(c) and c.calibration == "least_squares", "a taper by least_squares")
 ANCHOR = Needs("aux_weight", lambda c: c.aux_weight > 0, "aux_weight above 0, such as 0.1")
 AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
 COUPLED = Needs("norm", lambda c: c.norm == "coupled", "norm=coupled")
@@ -86,7 +87,7 @@ class ModelKnobs:
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
     taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
-    taper_ceiling: Annotated[Positive | None, TAPER, FREE, Since(4)] = None  # of a norm's output, at most
+    taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
@@ -165,8 +166,9 @@ class ModelConfig(ModelKnobs):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
         if self.site_weight and self.form != "trained":
-            needs = f"site_weight={self.site_weight} needs norms"
-            raise ModelError(f"{needs}; in {self.form} form they are gone")
+            raise ModelError(
+                f"site_weight={self.site_weight} needs norms, which are gone in {self.form} form"
+            )
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
@@ -486,10 +488,10 @@ def make_norm(c: ModelConfig, site: str) -> nn.Module:
     norm = RMSNorm(c.head_dim, c.norm_eps) if site == "qk" else NORMS[c.norm].make(c)
     if c.taper_qk if site == "qk" else site in TAPERED_SITES[c.taper]:
         norm = CALIBRATIONS[c.calibration](norm, c.calib_skip_first, c.ema_rate, c.sink_multiple)
-    if c.taper_ceiling is not None and isinstance(norm, Taper):
-        Ceiling(c.taper_ceiling, c.ema_rate).hold(norm)
     if c.site_weight and site == "block":
         SiteLoss(statistic(c), c).hold(norm)
+    if c.taper_ceiling is not None and isinstance(norm, Taper):  # behind the site loss, which sees all of h
+        Ceiling(c.taper_ceiling, c.ema_rate).hold(norm)
     return norm
 
 

@@ -172,7 +172,8 @@ class Step:
 
     def to_come(self) -> int:
         """Bytes on this rank's device of the gradients and averages that the first step makes."""
-        return 3 * sum(local(p).nbytes for p in self.learns.values())
+        averages = 0.5 if self.cfg.optimizer == "adamw_8bit" else 2
+        return int((1 + averages) * sum(local(p).nbytes for p in self.learns.values()))
 
     def resume(self, start: Beginning):
         """Go on with a checkpoint's optimizer and sums. Raises: BadInput."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from forms import begun_as, config_of
-from model import ANCHOR, ModelConfig, ModelKnobs
+from model import ModelConfig, ModelKnobs
 from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
-from nanonorm.schedules import check_gates, gate_remarks, settle_gates, tapers
+from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
 
@@ -24,7 +24,7 @@ from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole,
 # changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
 AGAIN, SPLIT = Anew("resume"), Anew("split")
 GATES = Needs("taper", tapers)
-START = Needs("taper", lambda c: tapers(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
+START, END = Needs("taper", reads_start), Needs("taper", reads_end)
 TEACHER = Needs("teacher", lambda c: c.teacher is not None)
 ADAPTER = Needs("adapter", lambda c: c.adapter != "none")
 DECAY = Needs("decay_lr", lambda c: c.decay_lr)
@@ -74,8 +74,8 @@ class Config(ModelKnobs):
     # taper
     # step that starts the gate, freezes the scale target; None: warmup_iters
     gate_start: Annotated[Whole | None, START] = None
-    gate_end: Annotated[Count | None, GATES] = None  # gate 0 from there; None: by gate_end_ratio or gate_gaps
-    gate_end_ratio: Annotated[float, Range(0.0, 1.0), GATES, V2] = 1.0  # of max_iters, where gate_end is None
+    gate_end: Annotated[Count | None, END] = None  # gate 0 from there; None: by gate_end_ratio or gate_gaps
+    gate_end_ratio: Annotated[float, Range(0.0, 1.0), END, V2] = 1.0  # of max_iters, where gate_end is None
     # all gates alike, or site by site
     gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
     # sequential: steps between MLPs' norms, attentions' (q, k), their values
@@ -112,8 +112,9 @@ class Config(ModelKnobs):
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
         settle_gates(self)
         if self.warmup_iters >= self.lr_decay_iters:
-            last = f"lr_decay_iters={self.lr_decay_iters}"
-            raise BadInput(f"warmup_iters={self.warmup_iters} must be below {last}")
+            raise BadInput(
+                f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
+            )
         if self.dropout and self.cuda_graph:
             raise BadInput("dropout draws anew in each micro-batch, which a CUDA graph cannot; set one")
         if self.min_lr > self.learning_rate:

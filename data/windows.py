@@ -53,6 +53,8 @@ def stretches(tokens: np.ndarray, length: int, limit: int, special: list[int]) -
     """A text (N,) without its `special` tokens, in pieces of `length` tokens as `cut` takes them, or whole if
     it is shorter. (n, at most length)"""
     tokens = tokens[~np.isin(tokens, special)]
+    if not len(tokens):
+        raise BadInput("a split holds nothing but begin and end tokens; name another corpus")
     return cut(tokens, min(length, len(tokens)), limit, None)
 
 

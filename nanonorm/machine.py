@@ -39,7 +39,7 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
         refuse_to_shard(cfg, device)
     dtype = pick_dtype(cfg.dtype, device, cfg.n_embd)
     if cfg.optimizer == "adamw_8bit":
-        refuse_eight_bits(cfg, dtype)
+        refuse_eight_bits(cfg, dtype, device)
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
         warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW's warm-up
@@ -63,18 +63,24 @@ def refuse_to_shard(cfg, device: torch.device):
         raise BadInput("shard=True writes its checkpoints with safetensors: pip install safetensors")
 
 
-def refuse_eight_bits(cfg, dtype: torch.dtype):
-    """Raises: BadInput for what does not go with optimizer=adamw_8bit."""
-    for name, why in (
-        ("shard", "another number of ranks would cut its blocks of 256 numbers"),
-        ("cuda_graph", "it is not fused, and asks the host after each step"),
-    ):
-        if getattr(cfg, name):
-            raise BadInput(f"optimizer=adamw_8bit does not go with {name}=True: {why}; set one of them")
+def refuse_eight_bits(cfg, dtype: torch.dtype, device: torch.device):
+    """Raises: BadInput for what does not go with optimizer=adamw_8bit, or is not here for it."""
+    eight_bits_alone(cfg)
     if dtype == torch.float64:
         raise BadInput("optimizer=adamw_8bit computes in float32; with dtype=float64 use optimizer=adamw")
     if importlib.util.find_spec("torchao") is None:
         raise BadInput("optimizer=adamw_8bit needs torchao: pip install torchao")
+    compiler_works(device, "--optimizer=adamw, as torchao compiles its step")
+
+
+def eight_bits_alone(cfg):
+    """Raises: BadInput for a knob that does not go with optimizer=adamw_8bit."""
+    for name, why in (
+        ("shard", "another number of ranks would cut its blocks of 256 numbers"),
+        ("cuda_graph", "before each update the host asks whether the step was finite"),
+    ):
+        if getattr(cfg, name):
+            raise BadInput(f"optimizer=adamw_8bit does not go with {name}=True: {why}; set one of them")
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -183,13 +189,13 @@ class Replayed:
         return self.outputs
 
 
-def compiler_works(device: torch.device):
-    """Try torch.compile on a small function. Raises: BadInput if it fails."""
+def compiler_works(device: torch.device, instead: str = "--compile=False"):
+    """Try torch.compile on a small function. Raises: BadInput if it fails, with what works `instead`."""
     try:
         torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
     except Exception as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
-        remedy = "install a C++ compiler, or use --compile=False"
+        remedy = f"install a C++ compiler, or use {instead}"
         raise BadInput(f"torch.compile does not work here ({reason}); {remedy}") from None
 
 

@@ -77,14 +77,17 @@ def limited(model) -> dict[str, float]:
     return named | {"taper/limited": sum(shares.values()) / len(shares)}
 
 
+FEW = 1e-6  # of a run's tokens and sites
+
+
 def at_ceiling(model) -> str:
-    """What to say of tapers that needed their ceilings to the last step; "" if none did."""
-    share = limited(model).get("taper/limited")
-    if not share:
+    """What to say of tapers whose ceilings tokens met of late, by their running means; "" if fewer than FEW
+    did."""
+    of_late = [c.corrected()[0].item() for c in ceilings(model).values() if c.ema_count > 0]
+    share = sum(of_late) / max(1, len(of_late))
+    if share < FEW:
         return ""
-    met = (
-        f"taper_ceiling={model.config.taper_ceiling} still limited {share:.1e} of the tokens in the last step"
-    )
+    met = f"taper_ceiling={model.config.taper_ceiling} still limited {share:.1e} of the tokens of late"
     return f"{met}, a mean over sites; the exports have no ceiling, and may do worse there"
 
 

@@ -13,7 +13,7 @@ KINDS = {  # of weights -> what their names begin with; a norm's gains and shift
 }  # fmt: skip
 
 
-def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.Optimizer:
     """AdamW, fused where that skips a bad step. Matrices decay; gains, shifts and scalars do not. cfg: a
     resolved config.Config. In 8 bits it is not fused, and a step waits to learn whether it was a bad one."""
     matrices = [p for p in parameters if p.dim() >= 2]

@@ -34,6 +34,17 @@ def tapers(cfg) -> bool:
     return cfg.taper != "none" and cfg.form == "trained"
 
 
+def reads_start(cfg) -> bool:
+    """Whether gate_start means anything to a run: its gates, its anchor or its site loss go by it."""
+    anchored = cfg.aux_weight > 0 and cfg.anchor_target == "fixed"
+    return tapers(cfg) or anchored or (cfg.site_weight > 0 and cfg.site_until == "norm")
+
+
+def reads_end(cfg) -> bool:
+    """The same of gate_end, where a baseline's site loss ends as that of a taper."""
+    return tapers(cfg) or (cfg.site_weight > 0 and cfg.site_until == "blend")
+
+
 CURVES = {  # gate_schedule -> the gate after `done` of `steps`, where all gates go down alike
     "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * done / steps)),
     "linear": lambda done, steps: 1 - done / steps,
@@ -136,7 +147,7 @@ def check_gates(cfg):
         raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
     if not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
-        raise BadInput(f"{steps}: the anchor holds the scale from there on")
+        raise BadInput(f"{steps}: there the anchor begins, or a site loss ends")
     if tapers(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
         steps = f"{cfg.gate_start}, {cfg.gate_end}, {cfg.max_iters}"
         early = cfg.gate_end == end_by_ratio(cfg) <= cfg.gate_start

@@ -36,4 +36,5 @@ def other_split(now, before) -> list[str]:
     changed = " and ".join(what for what, happens in own.items() if happens)
     but_for = f", but for {changed}, which are a micro-batch's own" if changed else ""
     split = f"a step's windows go through as {as_split(now)}, not {as_split(before)}"
-    return [f"{split}: the run goes on equal to rounding, not to the bit{but_for}"]
+    coarse = ", which in 8 bits is coarse" if now.optimizer == "adamw_8bit" else ""
+    return [f"{split}: the run goes on equal to rounding{coarse}, not to the bit{but_for}"]

@@ -181,17 +181,18 @@ def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla:
     row = {"model": network.name, "data": text.name, "blocks": len(blocks), "block_size": T}
     if k.finite:
         row["not_finite"] = len(good) - int(good.sum())
-        if not good.any() or not np.isfinite(theirs).all():
-            raise BadInput(
-                f"{network.name}, {text.name}: no block is finite, or of the first network not all"
-            )
+        if first and not good.all():
+            raise BadInput(f"{network.name}: on {text.name} not every block is finite, and gaps are to it")
+        if not good.any():
+            nothing = {key: None for key, _ in COLUMNS.values() if key not in row}
+            return row | {"targets": 0, "end_targets": None} | nothing
         losses, theirs, blocks, kl = (None if t is None else t[good] for t in (losses, theirs, blocks, kl))
     row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
     row["bits_per_byte"] = text.bits_per_byte(row["ce"])
     row["kl"] = None if kl is None else kl.mean(dtype=np.float64).item()
     row["gap"] = row["ce"] - theirs.mean(dtype=np.float64).item()
     place = row_of(network.title, network.layers, network.width)
-    of_set = text.manifest.set if k.blocks is None else None
+    of_set = text.manifest.set if k.blocks is None and not row.get("not_finite") else None
     row["paper"] = paper_says(place, of_set, T)
     of_vanilla = None if place is None else paper_says((place[0], "vanilla"), of_set, T)
     row["paper_gap"] = None if row["paper"] is None else row["paper"] - of_vanilla

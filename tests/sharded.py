@@ -36,6 +36,10 @@ CASES = {name: (knobs, None) for name, knobs in VARIANTS.items()}  # name -> (kn
 CASES |= {
     "gpt2": ({"norm": "layernorm", "taper": "all", "aux_weight": 0.1, "dropout": 0.1, **GPT2}, None),
     "checkpointed": ({"taper": "all", "sink_multiple": 1.5, "grad_checkpoint": True}, None),
+    "ceiling": (
+        {"taper": "all", "taper_ceiling": 0.7, "site_weight": 1.0, "site_far": 9.0, "site_until": "scale"},
+        None,
+    ),
     "sink": ({"taper": "internal", "aux_weight": 0.1, "sink_token": 3}, None),
     "regional": ({"taper": "all", "aux_weight": 0.1, "compile": "regional"}, None),
     "regional-checkpointed": (

@@ -10,7 +10,11 @@ from model import ModelConfig
 from nanonorm.metrics import at_ceiling, limited
 from nanonorm.scale import ceilings
 
-TAPERS = [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
+TAPERS = [
+    name
+    for name, options in VARIANTS.items()
+    if options.get("taper", "none") != "none" and options.get("calibration") != "mean_scale"
+]
 
 
 def stretched(norm, h, share: float):
@@ -42,6 +46,38 @@ def test_the_fixed_branch_puts_out_at_most_so_many_times_the_norm(variant, phase
     assert "still limited" in at_ceiling(model)
 
 
+def test_the_site_loss_sees_the_stream_as_it_is():
+    """Its gradient is for just the tokens that the ceiling limits."""
+    found = []
+    for ceiling in (None, 1e-3):
+        model = tiny("rmsnorm-internal", phase="blend", taper_ceiling=ceiling, site_weight=1.0, site_far=9.0)
+        norm = model.blocks[0].norm_attn
+        h = torch.randn(2, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        h.requires_grad_()
+        norm(h).backward(torch.zeros_like(h))  # what is left is the site loss's
+        found += [h.grad, norm.site.sums]
+    assert found[0].abs().sum() > 0
+    torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], found[3], rtol=1e-12, atol=0)
+
+
+def test_c_that_follows_the_stream_is_refused():
+    """FakeLN's would be fitted to what the ceiling leaves of it."""
+    with refuses("taper_ceiling=2.0 needs a taper by least_squares"):
+        ModelConfig(taper="all", calibration="mean_scale", taper_ceiling=2.0)
+
+
+def test_a_ceiling_that_was_met_is_remembered():
+    """By a running mean, which a checkpoint keeps."""
+    model = tiny("rmsnorm-internal", phase="scale", taper_ceiling=1e-3)
+    model(*batch()).total.backward()
+    model.update_statistics()
+    other = tiny("rmsnorm-internal", phase="scale", taper_ceiling=1e-3)
+    assert not at_ceiling(other)
+    other.load_state_dict(model.state_dict())
+    assert at_ceiling(other) == at_ceiling(model) != ""
+
+
 def test_where_no_token_meets_it_nothing_changes():
     x, y = batch()
     found = []
@@ -65,7 +101,7 @@ def test_it_is_for_training_and_for_the_text():
     assert torch.equal(model.eval()(x, y).ce, plain.eval()(x, y).ce)
     model, plain = (tiny("rmsnorm-internal", phase="norm", **more) for more in ({"taper_ceiling": 1e-3}, {}))
     assert torch.equal(model(x, y).ce, plain(x, y).ce)
-    with refuses("taper_ceiling=2.0 needs a taper"):
+    with refuses("taper_ceiling=2.0 needs a taper by least_squares"):
         ModelConfig(taper_ceiling=2.0)
 
 

@@ -126,8 +126,11 @@ def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, t
     of_good = direct(plain, blocks[good]).mean().item()  # a token that is in none of them
     assert row["ce"] == pytest.approx(of_good, rel=EXACT) and abs(row["gap"]) < EXACT > row["kl"]
     bad.tok_emb.weight.data.fill_(1e38)
-    with pytest.raises(BadInput, match="no block is finite"):
-        run(capsys, folders[0], put(bad, tmp_path / "worse", text), *flags, "--finite=True")
+    worse = put(bad, tmp_path / "worse", text)
+    said, (_, row) = run(capsys, folders[0], worse, *flags, "--finite=True")
+    assert row["not_finite"] == len(blocks) and row["ce"] is row["gap"] is row["kl"] is None
+    with pytest.raises(BadInput, match="not every block is finite, and gaps are to it"):
+        run(capsys, worse, folders[0], *flags, "--finite=True")
 
 
 def test_the_batch_size_is_of_no_account(capsys, text, tmp_path):

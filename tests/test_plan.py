@@ -142,7 +142,7 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
         planned(capsys, monkeypatch, path, *more) for more in ((), ("--ranks=2", "--shard=True"))
     )
     narrow = planned(capsys, monkeypatch, path, "--optimizer=adamw_8bit")
-    assert f"GPT-2 XL then takes {narrow['bytes'] / 1e9:.1f} GB" in said
+    assert f"counts {narrow['bytes'] / 1e9:.1f} GB for GPT-2 XL then" in said
     assert alone["fits"] and spread["fits"]
     takes = f"takes {alone['bytes'] / 1e9:.1f} GB of one card, and {spread['bytes'] / 1e9:.1f} of each of two"
     assert takes in said

@@ -134,6 +134,7 @@ def test_a_step_stays_on_the_device(variant):
 
 FAMILIES = {
     "gpt2": {"positions": "learned", "mlp": "gelu", "bias": True, "dropout": 0.1},
+    "norm_free": {"taper_ceiling": 2.0, "site_weight": 1.0, "site_far": 9.0, "site_until": "scale"},
     "qwen3": {"qk_norm": True, "taper_qk": True, "n_kv_head": 2, "head_dim": 8},
 }
 
@@ -141,7 +142,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("phase", AT)
 def test_a_step_of_another_family_stays_on_the_device(family, phase):
-    variant = {"gpt2": "layernorm-internal-aux", "qwen3": "rmsnorm-internal"}[family]
+    variant = "layernorm-internal-aux" if family == "gpt2" else "rmsnorm-internal"
     look_at(*rehearse(variant, phase, 2, **FAMILIES[family]))
 
 

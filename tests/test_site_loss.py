@@ -126,7 +126,7 @@ def test_it_takes_norms_that_a_taper_could_take():
             ModelConfig(norm=norm, site_weight=1.0)
     with refuses("site_weight"):
         ModelConfig(site_far=1.0)
-    with refuses("they are gone"):
+    with refuses("which are gone"):
         ModelConfig(taper="internal", form="folded", site_weight=1.0)
 
 

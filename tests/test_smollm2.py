@@ -2,6 +2,7 @@
 of multiple choice, and the table of held-out texts."""
 
 import itertools
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from data.windows import cut, main, stretches
 from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
 from scripts.harness.continuations import passages
+from scripts.studies import held_out
 from scripts.studies.held_out import table
 
 
@@ -105,6 +107,17 @@ def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path):
         assert sum(whole in document for document in documents) == 1
     with pytest.raises(BadInput, match="has 60 passages, 13 items need 65"):
         made_items(text, 13, np.random.default_rng(0))
+
+
+def test_windows_that_are_not_finite_have_a_table(tmp_path):
+    row = {"data": "a", "targets": 9, "block_size": 4, "ce": 2.0, "gap": 0.0, "kl": None, "not_finite": 0}
+    none = {"model": "x/seed2/folded.pt", "ce": None, "gap": None, "not_finite": 3}
+    rows = [row | {"model": "t"}, row | {"model": "x/seed1/folded.pt", "gap": 0.5, "kl": 0.1}, row | none]
+    (tmp_path / "x.json").write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
+    text = held_out.main(held_out.Knobs(out=str(tmp_path)), [str(tmp_path / "x.json")], "command")
+    *_, gaps, _, kl, said, counts = text.split("\n\n")
+    assert "| x | 1 | +0.5000 |" in gaps and "| x | 1 | 0.1000 |" in kl
+    assert "not finite" in said and "| x | 2 | 1.5 ± 2.1 |" in counts
 
 
 def test_a_row_of_held_out_texts_is_a_mean_over_seeds():

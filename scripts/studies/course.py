@@ -1,12 +1,13 @@
 """The course of runs over their steps, a panel a metric, by the names that wandb shows.
 
     python scripts/report.py course out/demo --out=docs/panels.png
-    python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/course.png
+    python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
-PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is a
-thin line, all of a run's colour. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
+PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
+a thin line, all of a run's colour. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +55,20 @@ def lines_of(folder: Path) -> list[dict]:
         raise BadInput(f"{folder} has no log to read ({e.strerror}); name the folder of a run") from None
 
 
+def names_of(words: list[str]) -> list[str]:
+    """What tells each run's folder from the others. Raises: BadInput for one that is named twice."""
+    paths = [Path(word).resolve() for word in words]
+    if len(set(paths)) < len(paths):
+        raise BadInput("a run is named twice; name each once")
+    shared = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
+    return [str(path.relative_to(shared)) for path in paths]
+
+
 def main(k: Knobs, words: list[str], command: str) -> str:
     check_out("out", k.out, ".png")
     if not words or k.out is None:
         raise BadInput("name run folders and --out=FILE.png")
-    runs = {Path(word).name: lines_of(Path(word)) for word in words}
+    runs = dict(zip(names_of(words), map(lines_of, map(Path, words)), strict=True))
     found = {m: {name: series(lines, m) for name, lines in runs.items()} for m in k.metrics}
     found = {m: of for m, of in found.items() if any(of.values())}
     if not found:
@@ -69,7 +79,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
         for i, (run, lines) in enumerate(of_runs.items()):
             for j, (name, values) in enumerate(lines.items()):
-                shown = list(values.items())[:: rows_needed(len(values), CURVE_POINTS)]
+                *every, last = values.items()
+                shown = [*every[:: rows_needed(len(values), CURVE_POINTS)], last]
                 label = {} if j else {"label": run}
                 width = 0.5 if len(lines) > 1 else 1.2
                 ax.plot(*zip(*shown, strict=True), color=COLOURS[i % len(COLOURS)], linewidth=width, **label)
@@ -80,8 +91,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         ax.set_axis_off()
     fig.supxlabel("optimizer step", fontsize=9)
     if len(runs) > 1:
-        handles, labels = axes[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=4)
+        shown = {}  # a run may lack the first metric
+        for ax in axes:
+            shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")
     write_csv(Path(k.out).with_suffix(".csv"), ["run", "metric", "step", "value"], points)

@@ -35,10 +35,11 @@ def table(rows: list[dict], key: str, sign: str = "", digits: int = 4) -> str:
     """A row a network, a column a text, in the cells a value of the rows of evaluate.py."""
     found = {}  # name -> text -> values by seed
     for row in rows:
-        found.setdefault(name_of(row["model"]), {}).setdefault(row["data"], []).append(row[key])
+        values = found.setdefault(name_of(row["model"]), {}).setdefault(row["data"], [])
+        values += [] if row[key] is None else [row[key]]
     texts = next(iter(found.values()))
     cells = {name: [spread(values, digits, sign) for values in of.values()] for name, of in found.items()}
-    lines = [[name, len(found[name][next(iter(texts))]), *line] for name, line in cells.items()]
+    lines = [[name, max(map(len, found[name].values())), *line] for name, line in cells.items()]
     return markdown(lines, ["network", "n", *(Path(text).name for text in texts)])
 
 
@@ -46,8 +47,9 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
     found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
-    teacher, others = ([r for r in found["rows"] if (r["kl"] is None) == first] for first in (True, False))
-    if not others:
+    first = found["rows"][0]["model"]
+    teacher, others = ([r for r in found["rows"] if (r["model"] == first) == of] for of in (True, False))
+    if all(row["kl"] is None for row in others):
         raise BadInput(f"{words[0]} has no KL; evaluate two networks or more, with --kl=True")
     size, text = f"{teacher[0]['targets']:,} tokens", Path(teacher[0]["data"]).name
     how = f"Nats a token, over {size} of {text} and alike, in windows of {teacher[0]['block_size']}; ± is a "

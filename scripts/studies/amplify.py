@@ -1,0 +1,121 @@
+"""What becomes of a token that is a little too large: norms forget it, fixed scalings let it grow.
+
+    python scripts/studies/amplify.py out/original out/no_norms/folded.pt --data=NAME --layer=12 --out=a.csv
+
+In every window one token's stream is multiplied by e^delta as it enters block --layer, and d = log(r'/r) is
+taken wherever a later block reads it: r' is its scale then, r what it is without. Printed is the mean of
+d / delta over windows, without those in which it is above e or not finite (the token ran away), and their
+share. A norm divides the change away, so that what the blocks write is as it was: d falls as the stream
+grows. A fixed scaling hands it on: what attention and MLP write changes with it, a SwiGLU's by the square.
+
+PATH is what scripts/evaluate.py takes and our own reader reads; all are of one depth.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+
+from model import Transformer  # not found? pip install -e .
+from nanonorm.cli import check_out, parse
+from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.tables import markdown, write_csv
+from nanonorm.typed import Count, Range, Whole
+from scripts.evaluate import checked, open_text
+from scripts.exports.networks import Network, open_network
+
+
+@dataclass
+class Knobs:
+    """What is measured, and where it goes."""
+
+    data: tuple[str, ...] | None = None  # folders, or names under data/
+    layer: Whole = 0  # the block that gets the changed token
+    delta: Annotated[float, Range(1e-3, 3.0)] = 0.1  # log of the factor
+    window: Count = 255  # tokens
+    windows: Count = 32  # of each text
+    seed: Whole = 1  # of the choice of tokens
+    out: str | None = None  # .csv file for the numbers
+
+
+@torch.inference_mode()
+def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tensor:
+    """log r of token `at` (B) of each row where block layer, layer + 1, ... and the final norm read it, its
+    stream times `factor` at the first of them. idx: (B, T). -> (n_layer - layer + 1, B), float64"""
+    rows, found, handles = torch.arange(len(idx)), [], []
+
+    def see(first: bool, x):
+        if x.shape[:2] != idx.shape:  # a sink's own pass
+            return None
+        if first:
+            x = x.clone()
+            x[rows, at] *= factor
+        found.append(model.scale(x[rows, at]).squeeze(-1).double().log())
+        return x
+
+    for i, block in enumerate(model.blocks[layer:]):
+
+        def before(module, args, first=i == 0):
+            x = see(first, args[0])
+            return None if x is None else (x, *args[1:])
+
+        handles.append(block.register_forward_pre_hook(before))
+    try:
+        see(False, model.stream(idx))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found)
+
+
+def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> tuple[np.ndarray, np.ndarray]:
+    """(mean of d / delta over the windows that stay near, share of the others), a block each. ids: (n, T)"""
+    T, parts = ids.shape[1], []
+    places = torch.from_numpy(np.random.default_rng(k.seed).integers(T // 4, T, len(ids)))
+    for idx, at in zip(torch.from_numpy(ids).split(8), places.split(8), strict=True):
+        pair = [scales(model, idx, at, k.layer, factor) for factor in (math.exp(k.delta), 1.0)]
+        parts.append((pair[0] - pair[1]) / k.delta)
+    d = torch.cat(parts, 1).numpy()
+    far = ~(np.abs(d) < math.e)
+    near = np.where(far, np.nan, d)
+    with np.errstate(all="ignore"):
+        return np.nanmean(near, 1), far.mean(1)
+
+
+def measured(network: Network, k: Knobs, texts) -> tuple[np.ndarray, np.ndarray]:
+    model = (network.model or open_network(network.name).model).float().eval()
+    if not isinstance(model, Transformer):
+        raise BadInput(f"{network.name} is not read by our own reader, so its blocks are not known")
+    if k.layer >= len(model.blocks):
+        raise BadInput(f"--layer={k.layer}: {network.name} has {len(model.blocks)} blocks")
+    return growth(model, np.concatenate([t.blocks(k.window, k.windows) for t in texts]).astype(np.int64), k)
+
+
+def main():
+    k, _, words = parse(Knobs, sys.argv[1:], usage=__doc__)
+    if not words or not k.data:
+        raise BadInput("name networks, and --data=FOLDER[,FOLDER...]")
+    check_out("out", k.out, ".csv")
+    texts = [open_text(name) for name in dict.fromkeys(k.data)]
+    networks = checked(list(dict.fromkeys(words)), texts)
+    found = {network.title: measured(network, k, texts) for network in networks}
+    if len({len(d) for d, _ in found.values()}) > 1:
+        raise BadInput("the networks have different numbers of blocks; compare those of one depth")
+    places = [*map(str, range(k.layer, networks[0].layers)), "final"]
+    cells = [[f"{d[i]:.3f}, {far[i]:.0%}" for d, far in found.values()] for i in range(len(places))]
+    print(markdown([[place, *row] for place, row in zip(places, cells, strict=True)], ["block", *found]))
+    if k.out:
+        rows = [
+            (name, place, f"{d[i]:.5f}", f"{far[i]:.5f}")
+            for name, (d, far) in found.items()
+            for i, place in enumerate(places)
+        ]
+        write_csv(k.out, ["network", "block", "d_over_delta", "ran_away"], rows)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

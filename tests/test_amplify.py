@@ -1,0 +1,44 @@
+"""What becomes of a scaled token: exact where it is known, and which tokens are changed."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import batch, tiny
+
+from scripts.studies.amplify import Knobs, growth, scales
+
+
+def test_a_network_whose_blocks_write_nothing_hands_it_on_as_it_is():
+    model = tiny("rmsnorm", norm_eps=1e-30).eval()
+    for block in model.blocks:
+        block.attn.proj.weight.data.zero_()
+        block.mlp.down.weight.data.zero_()
+    ids = batch()[0].numpy()
+    d, far = growth(model, ids, Knobs(delta=0.3))
+    assert d == pytest.approx(np.ones(3)) and not far.any()
+
+
+@pytest.mark.parametrize("sink", [None, 3])
+def test_one_token_of_each_row_is_changed_where_the_block_reads_it(sink):
+    """The others are, if at all, by what attention makes of it; a sink is not."""
+    model = tiny("rmsnorm", sink_token=sink).eval()
+    x = batch()[0][:, : model.config.longest_text]
+    at, seen = torch.tensor([4, 9, 12]), []
+    model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    found = [scales(model, x, at, 1, factor) for factor in (math.exp(0.2), 1.0)]
+    assert (found[0] - found[1])[0] == pytest.approx(0.2, rel=1e-4) and found[0].shape == (2, 3)
+    changed, plain = (t for t in seen if t.shape[1] == x.shape[1])
+    same = torch.ones(x.shape, dtype=bool)
+    same[range(3), at] = False
+    assert torch.equal(changed[same], plain[same]) and not torch.equal(changed, plain)
+
+
+def test_norms_forget_it_and_fixed_scalings_do_not():
+    ids = batch()[0].numpy()
+    kept, gone = (
+        growth(tiny(name, phase="scale").eval(), ids, Knobs(delta=0.1))[0]
+        for name in ("rmsnorm", "rmsnorm-internal")
+    )
+    assert kept[-1] < 0.9 * kept[0] and gone[-1] > kept[-1]
