@@ -183,6 +183,8 @@ def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
     # gathered in that type, which the row "gathered" counts; else autocast makes copies, and keeps them
     narrow = dtype if cfg.shard and not NORMS[config.norm].centred else None
     model = copy.deepcopy(model).train()
+    if model.taper_norms():
+        model.set_phase("blend")  # the phase that keeps most: norms and fixed scalings
     with FakeTensorMode(), turned_off(), warnings.catch_warnings(action="ignore"):  # torch's, on mixed types
         fake(model, narrow)
         ours |= {p.untyped_storage()._cdata for p in model.parameters()}

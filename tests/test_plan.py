@@ -47,13 +47,19 @@ def test_the_weights_and_averages_of_a_network_that_is_there(ranks, capsys, monk
     assert found["AdamW's averages"] == sum(map(rows, averages))
 
 
+TAPERED = ("--norm=rmsnorm", "--taper=all", "--taper_ceiling=2")
+
+
+@pytest.mark.parametrize("norm", [("--norm=layernorm",), TAPERED])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_autograd_keeps(checkpointed, capsys, monkeypatch):
-    """Of a forward pass on a CPU without its fast paths, saved tensors by their memory."""
-    argv = (*SMALL, "--norm=layernorm", "--mlp=gelu", f"--grad_checkpoint={checkpointed}")
+def test_what_autograd_keeps(checkpointed, norm, capsys, monkeypatch):
+    """Of a forward pass on a CPU without its fast paths, of a taper in its blend; tensors by their memory."""
+    argv = (*SMALL, *norm, "--mlp=gelu", f"--grad_checkpoint={checkpointed}")
     found = planned(capsys, monkeypatch, *argv)["parts"]["activations"]
     cfg = plan.parse(plan.Plan, list(argv))[0].resolve()
     model = Transformer(cfg.model_config()).train()
+    if model.taper_norms():
+        model.set_phase("blend")
     model.grad_checkpoint, of_parameters, sizes, kept = checkpointed, set(), {}, []
     of_parameters |= {p.untyped_storage().data_ptr() for p in model.parameters()}
 

@@ -4,7 +4,8 @@
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
-a thin line, all of a run's colour. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
+a thin line, all of a run's colour. A spike leaves its panel. Writes the figure, and beside it a .csv of its
+numbers. Needs matplotlib.
 """
 
 import os
@@ -57,7 +58,7 @@ def lines_of(folder: Path) -> list[dict]:
 
 def names_of(words: list[str]) -> list[str]:
     """What tells each run's folder from the others. Raises: BadInput for one that is named twice."""
-    paths = [Path(word).resolve() for word in words]
+    paths = [Path(os.path.abspath(word)) for word in words]
     if len(set(paths)) < len(paths):
         raise BadInput("a run is named twice; name each once")
     shared = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
@@ -89,7 +90,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         ax.set_title(metric)
     for ax in axes[len(found) :]:
         ax.set_axis_off()
-    fig.supxlabel("optimizer step", fontsize=9)
+    for ax in axes[: len(found)][-k.columns :]:
+        ax.set_xlabel("optimizer step")
     if len(runs) > 1:
         shown = {}  # a run may lack the first metric
         for ax in axes:
