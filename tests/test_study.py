@@ -238,7 +238,7 @@ WRITTEN = {
     "gpu_gpt2_shape": {"shape.txt"},
     "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
     "gpu_sweep": {"report.md"},
-    "norm_free": {"course.png", "held_out.md"},
+    "norm_free": {"amplify.md", "course.png", "held_out.md"},
     "smollm2": {"couple.md", "choices", "held_out.md"},
     "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin"},
 }
