@@ -24,7 +24,7 @@ from scripts.studies.figures import CURVE_POINTS, Figures, rows_needed
 # What a run on one device shows of itself, of which it may lack some
 USUAL = (
     "train/loss", "val/loss", "train/aux", "train/kl", "gate", "lr", "grad/total", "s/mean", "taper/c.",
-    "taper/residual.", "logits/l2", "perf/tok_s",
+    "taper/residual.",
 )  # fmt: skip
 
 
