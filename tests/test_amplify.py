@@ -16,8 +16,8 @@ def test_a_network_whose_blocks_write_nothing_hands_it_on_as_it_is():
         block.attn.proj.weight.data.zero_()
         block.mlp.down.weight.data.zero_()
     ids = batch()[0].numpy()
-    d, far = growth(model, ids, Knobs(delta=0.3))
-    assert d == pytest.approx(np.ones(3)) and not far.any()
+    d, far, bad = growth(model, ids, Knobs(delta=0.3))
+    assert d == pytest.approx(np.ones(3)) and not far.any() and not bad
 
 
 @pytest.mark.parametrize("sink", [None, 3])
@@ -42,3 +42,12 @@ def test_norms_forget_it_and_fixed_scalings_do_not():
         for name in ("rmsnorm", "rmsnorm-internal")
     )
     assert kept[-1] < 0.9 * kept[0] and gone[-1] > kept[-1]
+
+
+def test_a_window_that_is_not_finite_as_it_is_does_not_count():
+    model, ids = tiny("rmsnorm-internal", phase="scale").eval(), batch()[0].numpy()
+    plain = growth(model, ids[1:], Knobs())
+    model.tok_emb.weight.data[ids[0, 3]] = 1e200
+    only = ids[:, :1] * 0 + ids  # a copy
+    only[1:][only[1:] == ids[0, 3]] = (ids[0, 3] + 1) % 61
+    assert growth(model, only, Knobs())[2] == 1 and plain[2] == 0

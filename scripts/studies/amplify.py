@@ -4,9 +4,10 @@
 
 In every window one token's stream is multiplied by e^delta as it enters block --layer, and d = log(r'/r) is
 taken wherever a later block reads it: r' is its scale then, r what it is without. Printed is the mean of
-d / delta over windows, without those in which it is above e or not finite (the token ran away), and their
-share. A norm divides the change away, so that what the blocks write is as it was: d falls as the stream
-grows. A fixed scaling hands it on: what attention and MLP write changes with it, a SwiGLU's by the square.
+d / delta over windows, without those in which it is e or more, or not finite, and the share of those, which
+are far. Windows that are not finite as they are do not count, and are told. A norm divides the change away,
+so that what the blocks write is as it was: d falls as the stream grows. A fixed scaling hands it on: what
+attention and MLP write changes with it, a SwiGLU's by the square.
 
 PATH is what scripts/evaluate.py takes and our own reader reads; all are of one depth.
 """
@@ -71,21 +72,22 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
     return torch.stack(found)
 
 
-def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> tuple[np.ndarray, np.ndarray]:
-    """(mean of d / delta over the windows that stay near, share of the others), a block each. ids: (n, T)"""
+def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> tuple[np.ndarray, np.ndarray, int]:
+    """(mean of d / delta over the windows that stay near, share of those that are far, a block each; windows
+    that are not finite as they are). ids: (n, T)"""
     T, parts = ids.shape[1], []
     places = torch.from_numpy(np.random.default_rng(k.seed).integers(T // 4, T, len(ids)))
     for idx, at in zip(torch.from_numpy(ids).split(8), places.split(8), strict=True):
-        pair = [scales(model, idx, at, k.layer, factor) for factor in (math.exp(k.delta), 1.0)]
-        parts.append((pair[0] - pair[1]) / k.delta)
-    d = torch.cat(parts, 1).numpy()
+        parts.append(torch.stack([scales(model, idx, at, k.layer, x) for x in (1.0, math.exp(k.delta))]))
+    plain, changed = torch.cat(parts, 2).numpy()
+    good = np.isfinite(plain).all(0)
+    d = (changed[:, good] - plain[:, good]) / k.delta
     far = ~(np.abs(d) < math.e)
-    near = np.where(far, np.nan, d)
     with np.errstate(all="ignore"):
-        return np.nanmean(near, 1), far.mean(1)
+        return np.nanmean(np.where(far, np.nan, d), 1), far.mean(1), int((~good).sum())
 
 
-def measured(network: Network, k: Knobs, texts) -> tuple[np.ndarray, np.ndarray]:
+def measured(network: Network, k: Knobs, texts) -> tuple[np.ndarray, np.ndarray, int]:
     model = (network.model or open_network(network.name).model).float().eval()
     if not isinstance(model, Transformer):
         raise BadInput(f"{network.name} is not read by our own reader, so its blocks are not known")
@@ -101,19 +103,22 @@ def main():
     check_out("out", k.out, ".csv")
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
     networks = checked(list(dict.fromkeys(words)), texts)
-    found = {network.title: measured(network, k, texts) for network in networks}
-    if len({len(d) for d, _ in found.values()}) > 1:
+    found = {network.name: measured(network, k, texts) for network in networks}
+    if len({len(d) for d, *_ in found.values()}) > 1:
         raise BadInput("the networks have different numbers of blocks; compare those of one depth")
     places = [*map(str, range(k.layer, networks[0].layers)), "final"]
-    cells = [[f"{d[i]:.3f}, {far[i]:.0%}" for d, far in found.values()] for i in range(len(places))]
+    cells = [[f"{d[i]:.3f}, {far[i]:.0%}" for d, far, _ in found.values()] for i in range(len(places))]
     print(markdown([[place, *row] for place, row in zip(places, cells, strict=True)], ["block", *found]))
+    for name, (_, _, bad) in found.items():
+        if bad:
+            print(f"\n{name}: {bad} of {k.windows * len(texts)} windows are not finite as they are")
     if k.out:
         rows = [
-            (name, place, f"{d[i]:.5f}", f"{far[i]:.5f}")
-            for name, (d, far) in found.items()
+            (name, place, f"{d[i]:.5f}", f"{far[i]:.5f}", bad)
+            for name, (d, far, bad) in found.items()
             for i, place in enumerate(places)
         ]
-        write_csv(k.out, ["network", "block", "d_over_delta", "ran_away"], rows)
+        write_csv(k.out, ["network", "block", "d_over_delta", "far", "not_finite"], rows)
 
 
 if __name__ == "__main__":
