@@ -107,8 +107,9 @@ class Tracked:
     def trackers(self) -> dict[str, Tracker]:
         anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}
         sites = {f"{name}.site": site for name, site in site_losses(self).items()}
-        limits = {f"{name}.ceiling": ceiling for name, ceiling in ceilings(self).items()}
-        return self.taper_norms() | anchor | sites | limits
+        tapers = self.taper_norms()
+        limits = {f"{name}.ceiling": t.ceiling for name, t in tapers.items() if hasattr(t, "ceiling")}
+        return tapers | anchor | sites | limits
 
     @torch.no_grad()
     def calibrate(self):
