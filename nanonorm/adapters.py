@@ -13,6 +13,7 @@ import torch.nn as nn
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, is_plain
 from nanonorm.kernels import upcast
+from nanonorm.machine import quiet_torchao
 from nanonorm.ranks import whole
 
 ADAPTER = ".lora_"  # in the names of an adapter's tensors, and in no others
@@ -39,6 +40,7 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
     targets: qkv, proj, gate_up (or up) and down; None: all. Raises: BadInput, ModelError.
     """
     try:
+        quiet_torchao()  # which peft imports where it is installed
         import peft
 
         from nanonorm.dora import Dora

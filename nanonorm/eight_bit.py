@@ -1,14 +1,10 @@
 """AdamW whose averages take 8 bits a number, by torchao (the method: Dettmers et al., arXiv 2110.02861)."""
 
-import logging
-import warnings
-
 import torch
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # of kernels that it has for other machines
-warnings.filterwarnings(
-    "ignore", "OptimState8bit does not implement _stable_hash"
-)  # a compiler's, for a cache
+from nanonorm.machine import quiet_torchao
+
+quiet_torchao()
 from torchao.optim import AdamW8bit  # noqa: E402
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the averages, and whether they have a sign

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import logging
 import math
 import platform
 import re
@@ -71,6 +72,14 @@ def refuse_eight_bits(cfg, dtype: torch.dtype, device: torch.device):
     if importlib.util.find_spec("torchao") is None:
         raise BadInput("optimizer=adamw_8bit needs torchao: pip install torchao")
     compiler_works(device, "--optimizer=adamw, as torchao compiles its step")
+
+
+def quiet_torchao():
+    """Keep torchao, when it is imported, from telling which of its kernels are for other machines, and torch
+    from remarks on how torchao is written."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash")
 
 
 def eight_bits_alone(cfg):
