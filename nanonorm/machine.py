@@ -66,7 +66,7 @@ def refuse_to_shard(cfg, device: torch.device):
 
 def refuse_eight_bits(cfg, dtype: torch.dtype, device: torch.device):
     """Raises: BadInput for what does not go with optimizer=adamw_8bit, or is not here for it."""
-    eight_bits_alone(cfg)
+    refuse_beside_eight_bits(cfg)
     if dtype == torch.float64:
         raise BadInput("optimizer=adamw_8bit computes in float32; with dtype=float64 use optimizer=adamw")
     if importlib.util.find_spec("torchao") is None:
@@ -82,7 +82,7 @@ def quiet_torchao():
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash")
 
 
-def eight_bits_alone(cfg):
+def refuse_beside_eight_bits(cfg):
     """Raises: BadInput for a knob that does not go with optimizer=adamw_8bit."""
     for name, why in (
         ("shard", "another number of ranks would cut its blocks of 256 numbers"),

@@ -39,7 +39,7 @@ from nanonorm.families import FAMILIES, architecture_of, to_ours
 from nanonorm.hub import find, is_pretrained, read_config
 from nanonorm.kernels import LOGITS_AT_ONCE, WHOLE_LOGITS, turned_off
 from nanonorm.log import say
-from nanonorm.machine import eight_bits_alone
+from nanonorm.machine import refuse_beside_eight_bits
 from nanonorm.run import open_model
 from nanonorm.typed import Count, Positive
 
@@ -251,7 +251,7 @@ def main():
         steps = f"gradient_accumulation_steps={asked.gradient_accumulation_steps}"
         raise BadInput(f"{steps} must be a multiple of the {asked.ranks} ranks")
     if asked.optimizer == "adamw_8bit":
-        eight_bits_alone(asked)
+        refuse_beside_eight_bits(asked)
     cfg, model, module = trained(asked, explicit)
     parts = parts_of(cfg, model, module)
     size, room = sum(part.bytes for part in parts), cfg.memory * 1e9 * (1 - LEFT)

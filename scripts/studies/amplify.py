@@ -5,9 +5,9 @@
 In every window one token's stream is multiplied by e^delta as it enters block --layer, and d = log(r'/r) is
 taken wherever a later block reads it: r' is its scale then, r what it is without. Printed is the mean of
 d / delta over windows, without those in which it is e or more, or not finite, and the share of those, which
-are far. Windows that are not finite as they are do not count, and are told. A norm divides the change away,
-so that what the blocks write is as it was: d falls as the stream grows. A fixed scaling hands it on: what
-attention and MLP write changes with it, a SwiGLU's by the square.
+are far. Windows that are not finite as they are do not count; a line says how many. A norm divides the
+change away, so that what the blocks write is as it was: d falls as the stream grows. A fixed scaling hands it
+on: what attention and MLP write changes with it, a SwiGLU's by the square.
 
 PATH is what scripts/evaluate.py takes and our own reader reads; all are of one depth.
 """
