@@ -166,9 +166,8 @@ class ModelConfig(ModelKnobs):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
         if self.site_weight and self.form != "trained":
-            raise ModelError(
-                f"site_weight={self.site_weight} needs norms, which are gone in {self.form} form"
-            )
+            needs = f"needs norms, which are gone in {self.form} form"
+            raise ModelError(f"site_weight={self.site_weight} {needs}")
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6: for attentions, MLPs and the head")
         if self.calib_skip_first and self.block_size == 1:
@@ -910,8 +909,7 @@ class Transformer(Tracked, Sunk, nn.Module):
         x = self.tok_emb(idx)
         x = x if self.emb_scale is None else x * self.emb_scale
         if self.pos_emb is not None:
-            span = (rows.start or 0, rows.stop) if isinstance(rows, slice) else None
-            at = rows if span is None else torch.arange(*span, device=idx.device)
+            at = rows if torch.is_tensor(rows) else torch.arange(rows.start or 0, rows.stop, device=x.device)
             x = x + self.pos_emb(at)
         x = upcast(x) if autocasts(x) else x  # a frozen table may be bfloat16, the stream not
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

@@ -112,9 +112,8 @@ class Config(ModelKnobs):
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
         settle_gates(self)
         if self.warmup_iters >= self.lr_decay_iters:
-            raise BadInput(
-                f"warmup_iters={self.warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
-            )
+            decay = f"lr_decay_iters={self.lr_decay_iters}"
+            raise BadInput(f"warmup_iters={self.warmup_iters} must be below {decay}")
         if self.dropout and self.cuda_graph:
             raise BadInput("dropout draws anew in each micro-batch, which a CUDA graph cannot; set one")
         if self.min_lr > self.learning_rate:

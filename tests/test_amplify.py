@@ -16,8 +16,19 @@ def test_a_network_whose_blocks_write_nothing_hands_it_on_as_it_is():
         block.attn.proj.weight.data.zero_()
         block.mlp.down.weight.data.zero_()
     ids = batch()[0].numpy()
-    d, far, bad = growth(model, ids, Knobs(delta=0.3))
-    assert d == pytest.approx(np.ones(3)) and not far.any() and not bad
+    found = growth(model, ids, Knobs(delta=0.3))
+    assert found.left == pytest.approx(np.ones(3)) and found.share == pytest.approx(np.ones(3))
+    assert not found.far.any() and not found.bad
+
+
+def test_behind_a_norm_that_is_written_along_the_stream_its_share_of_the_stream_is_left():
+    model = tiny("rmsnorm", norm_eps=1e-30, n_layer=1).eval()
+    block = model.blocks[0]
+    block.attn.proj.weight.data.zero_()
+    block.norm_mlp.weight.data.fill_(1)
+    block.mlp.forward = lambda x: 0.5 * x
+    found = growth(model, batch()[0].numpy(), Knobs(delta=1e-3))
+    assert found.left == pytest.approx(found.share, rel=1e-3) and found.share[-1] < 1
 
 
 @pytest.mark.parametrize("sink", [None, 3])
@@ -38,7 +49,7 @@ def test_one_token_of_each_row_is_changed_where_the_block_reads_it(sink):
 def test_norms_forget_it_and_fixed_scalings_do_not():
     ids = batch()[0].numpy()
     kept, gone = (
-        growth(tiny(name, phase="scale").eval(), ids, Knobs(delta=0.1))[0]
+        growth(tiny(name, phase="scale").eval(), ids, Knobs(delta=0.1)).left
         for name in ("rmsnorm", "rmsnorm-internal")
     )
     assert kept[-1] < 0.9 * kept[0] and gone[-1] > kept[-1]
@@ -50,4 +61,4 @@ def test_a_window_that_is_not_finite_as_it_is_does_not_count():
     model.tok_emb.weight.data[ids[0, 3]] = 1e200
     only = ids.copy()
     only[1:][only[1:] == ids[0, 3]] = (ids[0, 3] + 1) % 61
-    assert growth(model, only, Knobs())[2] == 1 and plain[2] == 0
+    assert growth(model, only, Knobs()).bad == 1 and plain.bad == 0

@@ -4,10 +4,11 @@
 
 In every window one token's stream is multiplied by e^delta as it enters block --layer, and d = log(r'/r) is
 taken wherever a later block reads it: r' is its scale then, r what it is without. Printed is the mean of
-d / delta over windows, without those in which it is e or more, or not finite, and the share of those, which
-are far. Windows that are not finite as they are do not count; a line says how many. A norm divides the
-change away, so that what the blocks write is as it was: d falls as the stream grows. A fixed scaling hands it
-on: what attention and MLP write changes with it, a SwiGLU's by the square.
+d / delta over windows, without those in which it is e or more, or not finite; the share of those, which are
+far; and r at block --layer over r. A norm divides the change away: were what the blocks write as it was, and
+along the stream, d / delta would be that last number. A fixed scaling hands it on: what attention and MLP
+write changes with it, a SwiGLU's by the square. Windows that are not finite as they are do not count; a line
+says how many.
 
 PATH is what scripts/evaluate.py takes and our own reader reads; all are of one depth.
 """
@@ -15,7 +16,7 @@ PATH is what scripts/evaluate.py takes and our own reader reads; all are of one 
 import math
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -72,9 +73,18 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
     return torch.stack(found)
 
 
-def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> tuple[np.ndarray, np.ndarray, int]:
-    """(mean of d / delta over the windows that stay near, share of those that are far, a block each; windows
-    that are not finite as they are). ids: (n, T)"""
+class Growth(NamedTuple):
+    """A number a block: what is left of the change, over the windows that stay near; the share of the others;
+    what would be left if all that is written stayed. And how many windows are not finite as they are."""
+
+    left: np.ndarray
+    far: np.ndarray
+    share: np.ndarray
+    bad: int
+
+
+def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> Growth:
+    """ids: (n, T)"""
     T, parts = ids.shape[1], []
     places = torch.from_numpy(np.random.default_rng(k.seed).integers(T // 4, T, len(ids)))
     for idx, at in zip(torch.from_numpy(ids).split(8), places.split(8), strict=True):
@@ -84,10 +94,12 @@ def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> tuple[np.ndarray, n
     d = (changed[:, good] - plain[:, good]) / k.delta
     far = ~(np.abs(d) < math.e)
     with np.errstate(all="ignore"):
-        return np.nanmean(np.where(far, np.nan, d), 1), far.mean(1), int((~good).sum())
+        left = np.nanmean(np.where(far, np.nan, d), 1)
+    share = np.exp(plain[0, good] - plain[:, good]).mean(1)
+    return Growth(left, far.mean(1), share, int((~good).sum()))
 
 
-def measured(network: Network, k: Knobs, texts) -> tuple[np.ndarray, np.ndarray, int]:
+def measured(network: Network, k: Knobs, texts) -> Growth:
     model = (network.model or open_network(network.name).model).float().eval()
     if not isinstance(model, Transformer):
         raise BadInput(f"{network.name} is not read by our own reader, so its blocks are not known")
@@ -104,21 +116,19 @@ def main():
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
     networks = checked(list(dict.fromkeys(words)), texts)
     found = {network.name: measured(network, k, texts) for network in networks}
-    if len({len(d) for d, *_ in found.values()}) > 1:
+    if len({len(of.left) for of in found.values()}) > 1:
         raise BadInput("the networks have different numbers of blocks; compare those of one depth")
-    places = [*map(str, range(k.layer, networks[0].layers)), "final"]
-    cells = [[f"{d[i]:.3f}, {far[i]:.0%}" for d, far, _ in found.values()] for i in range(len(places))]
-    print(markdown([[place, *row] for place, row in zip(places, cells, strict=True)], ["block", *found]))
-    for name, (_, _, bad) in found.items():
-        if bad:
-            print(f"\n{name}: {bad} of {k.windows * len(texts)} windows are not finite as they are")
+    rows, cells = [], []
+    for i, place in enumerate([*map(str, range(k.layer, networks[0].layers)), "final"]):
+        at = {name: (of.left[i], of.far[i], of.share[i]) for name, of in found.items()}
+        cells.append([place, *(f"{left:.3f}, {far:.0%}, {share:.3f}" for left, far, share in at.values())])
+        rows += [(name, place, *(f"{x:.5f}" for x in of), found[name].bad) for name, of in at.items()]
+    print(markdown(cells, ["block", *found]))
+    for name, of in found.items():
+        if of.bad:
+            print(f"\n{name}: {of.bad} of {k.windows * len(texts)} windows are not finite as they are")
     if k.out:
-        rows = [
-            (name, place, f"{d[i]:.5f}", f"{far[i]:.5f}", bad)
-            for name, (d, far, bad) in found.items()
-            for i, place in enumerate(places)
-        ]
-        write_csv(k.out, ["network", "block", "d_over_delta", "far", "not_finite"], rows)
+        write_csv(k.out, ["network", "block", "d_over_delta", "far", "stream_share", "not_finite"], rows)
 
 
 if __name__ == "__main__":
