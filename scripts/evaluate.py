@@ -263,18 +263,14 @@ def checked(names: list[str], texts: list[Text]) -> list[Network]:
     return networks
 
 
-def opened(networks: list[Network], k: Evaluate, device):
+def opened(networks: list[Network], device, dtype=torch.float32):
     """Yield each network on `device`, one at a time."""
     for network in networks:
         if network.model is None:
             network = open_network(network.name)
-        yield placed(network, k, device)
+        network.model.to(device, dtype)
+        yield network
         network.model = None
-
-
-def placed(network: Network, k: Evaluate, device) -> Network:
-    network.model.to(device, torch.float64 if k.dtype == "float64" else torch.float32)
-    return network
 
 
 def main(argv: list[str]):
@@ -293,8 +289,10 @@ def main(argv: list[str]):
         print(f"data     {text.name}: {cut}; {text.manifest.source}")
     print(f"measure  nats a token, {T - 1:,} targets a block; gaps to {names[0]}", flush=True)
 
-    loaded, vanilla = opened(networks, k, device), {}
-    teacher = placed(open_network(names[0]), k, device) if k.kl else None
+    dtype, vanilla = torch.float64 if k.dtype == "float64" else torch.float32, {}
+    loaded, teacher = opened(networks, device, dtype), open_network(names[0]) if k.kl else None
+    if teacher is not None:
+        teacher.model.to(device, dtype)
     rows = [evaluate(network, text, T, k, device, vanilla, teacher) for network in loaded for text in texts]
     print(f"\n{loss_table(rows)}")
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,

@@ -2,6 +2,7 @@
 
     python scripts/stream.py out/demo --data=stdlib --out=out/demo_stream
     python scripts/stream.py gpt2 --data=data/owt_held_out,data/pile_held_out --out=out/gpt2_stream
+    python scripts/stream.py out/original out/no_norms/folded.pt --data=NAME --out=out/both   # side by side
 
 PATH is whatever scripts/evaluate.py takes and our own reader reads; --data names what it does. A site is
 where a norm reads the stream, whether one is left there or not: 3.attn, 3.mlp, final. r is what the norm
@@ -14,12 +15,14 @@ centred if the norm centres, w the norm's gain. With p = |x w|^2 it is E[p/r] / 
 c r is c times the ordinary tokens' mean r: 1 where the scaling has their size. 1 / mean r is FakeLN's c.
 
 Prints tables and writes a folder: stream.md with the tables, stream.csv (a row a site), sinks.csv (a row a
-token that is a sink at some site), and a figure a text (needs matplotlib).
+token that is a sink at some site), and a figure a network and text; of several networks also spread.png, the
+sd of log r of their ordinary tokens by site (needs matplotlib). Windows that are not finite are left out.
 """
 
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -31,9 +34,10 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import folder_name
 from nanonorm.machine import pick_device
+from nanonorm.plots import COLOURS
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Range, Whole
-from scripts.evaluate import Text, batches, checked, open_text
+from scripts.evaluate import Text, batches, checked, open_text, opened
 from scripts.exports.networks import Network
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
@@ -177,13 +181,28 @@ def table(rows: list[dict], name: str, columns: dict) -> str:
     return markdown(([str(cell).replace("|", "\\|") for cell in line] for line in cells), [name, *columns])
 
 
+def places(sites: int) -> np.ndarray:
+    """Where sites stand on an axis of blocks: attention reads at i, the MLP at i + 1/2."""
+    return np.arange(sites) / 2
+
+
+def draw_spread(figures: Figures, rows: list[dict]) -> str:
+    """The networks side by side, a panel a text; returns its markdown."""
+    texts, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("data", "model"))
+    fig, panels = figures.axes(len(texts), 1, 0.4 + 1.9 * len(texts), sharex="col")
+    for ax, text in zip(panels, texts, strict=True):
+        for i, model in enumerate(models):
+            sd = [row["sd_log"] for row in rows if (row["data"], row["model"]) == (text, model)]
+            ax.plot(places(len(sd)), sd, color=[ORDINARY, *COLOURS][i % 6], marker=".", label=model)
+        ax.set(title=Path(text).name, ylabel="sd of log r", ylim=(0, None))
+    panels[-1].set_xlabel("block")
+    return figures.save(fig, "spread", panels[-1])
+
+
 def draw(figures: Figures, name: str, rows: list[dict], r, sink) -> str:
     """A text's figure; returns its markdown."""
     fig, (scale, growth, by_position, left) = figures.axes(2, 2, 5.2)
-    at, ordinary = (
-        np.arange(len(r)) / 2,
-        np.where(sink, np.nan, r),
-    )  # attention reads at i, the MLP at i + 1/2
+    at, ordinary = places(len(r)), np.where(sink, np.nan, r)
     low, middle, high = np.nanpercentile(ordinary, (5, 50, 95), (1, 2))
     scale.fill_between(at, low, high, color=ORDINARY, alpha=0.2, linewidth=0)
     scale.plot(at, middle, color=ORDINARY, label="ordinary tokens: median, 5 to 95%")
@@ -214,12 +233,17 @@ def draw(figures: Figures, name: str, rows: list[dict], r, sink) -> str:
     return figures.save(fig, name, scale)
 
 
-def report(k: Knobs, network: Network, text: Text, figures: Figures, device):
-    """(blocks of markdown, a row a site, a row a token) of one text."""
+def report(k: Knobs, network: Network, text: Text, figures: Figures, device, own: str):
+    """(blocks of markdown, a row a site, a row a token) of one text. own: how its figure's name begins.
+    Raises: BadInput if no window is finite."""
     model, T = network.model, min(k.window, network.context)
     ids = windows_of(text, k, T)
     some = batches(ids, max(1, AT_ONCE // T), device, text.name)
     r, power = measure(model, (idx for _, idx in some))
+    finite = np.isfinite(r).all((0, 2))
+    if not finite.any():
+        raise BadInput(f"{network.name} is finite in no window of {text.name}")
+    r, power, ids = r[:, finite], power[:, finite], ids[finite]
     sink, sites = sinks_of(r, k.sink_multiple), sites_of(model)
     of = {"model": network.name, "data": text.name}
     rows = [of | {"site": s, **site_row(*at)} for s, *at in zip(sites, r, power, sink, strict=True)]
@@ -227,29 +251,35 @@ def report(k: Knobs, network: Network, text: Text, figures: Figures, device):
     tokens = [of | found for found in token_rows(r, sink, ids, sites, tokenizer, k.begin)]
     many = f"{sink.any(0).sum():,} of {ids.size:,} tokens are sinks at some site"
     said = f"{len(ids)} windows of {T} tokens. {many}: r above {k.sink_multiple:g} times the site's median."
+    said += f" {n} more windows are not finite, and left out." if (n := (~finite).sum()) else ""
     shown = [table(tokens[:SHOWN], "token", TOKENS)] if tokens else []
-    figure = draw(figures, folder_name(f"stream_{text.folder.name}"), rows, r, sink)
-    return [f"## {text.name}", said, *shown, table(rows, "site", SITES), figure], rows, tokens
+    figure = draw(figures, folder_name(f"{own}_{text.folder.name}"), rows, r, sink)
+    return [f"## {network.name}, {text.name}", said, *shown, table(rows, "site", SITES), figure], rows, tokens
 
 
 def main(argv: list[str]):
     k, _, words = parse(Knobs, argv, usage=__doc__)
-    if len(words) != 1 or not k.data or k.out is None:
-        example = "python scripts/stream.py PATH --data=FOLDER[,FOLDER...] --out=DIR"
-        raise BadInput(f"name a network, text and a folder to make: {example}")
+    if not words or not k.data or k.out is None:
+        example = "python scripts/stream.py PATH [PATH ...] --data=FOLDER[,FOLDER...] --out=DIR"
+        raise BadInput(f"name networks, text and a folder to make: {example}")
     device, texts = pick_device(k.device), [open_text(name) for name in dict.fromkeys(k.data)]
-    (network,) = checked(words, texts)
-    if not isinstance(network.model, Transformer):
-        raise BadInput(f"the stream is that of a network which our own reader takes: {network.remark}")
-    if k.begin is not None and k.begin >= network.vocab_size:
-        raise BadInput(f"begin={k.begin} is no token of {network.name}, which has {network.vocab_size}")
-    network.model.to(device, torch.float32)
-    figures, rows, tokens = Figures(k.out), [], []
-    blocks = [f"# The stream of {network.name}", "    " + shlex.join(["python", "scripts/stream.py", *argv])]
-    for text in texts:
-        said, of_sites, of_tokens = report(k, network, text, figures, device)
-        print("\n\n".join(said), flush=True)
-        blocks, rows, tokens = blocks + said, rows + of_sites, tokens + of_tokens
+    networks = checked(list(dict.fromkeys(words)), texts)
+    for network in networks:
+        if k.begin is not None and k.begin >= network.vocab_size:
+            raise BadInput(f"begin={k.begin} is no token of {network.name}, which has {network.vocab_size}")
+    figures, rows, tokens = None, [], []
+    blocks = ["# The stream", "    " + shlex.join(["python", "scripts/stream.py", *argv])]
+    for i, network in enumerate(opened(networks, device), 1):
+        if not isinstance(network.model, Transformer):
+            raise BadInput(f"the stream is that of a network which our own reader takes: {network.remark}")
+        figures = figures or Figures(k.out)
+        own = "stream" if len(networks) == 1 else f"stream_{i}"
+        for text in texts:
+            said, of_sites, of_tokens = report(k, network, text, figures, device, own)
+            print("\n\n".join(said), flush=True)
+            blocks, rows, tokens = blocks + said, rows + of_sites, tokens + of_tokens
+    if len(networks) > 1:
+        blocks.insert(2, draw_spread(figures, rows))
     write_csv(figures.out / "stream.csv", [*rows[0]], (row.values() for row in rows))
     head = ["model", "data", "token", *(key for key, _ in TOKENS.values())]
     write_csv(figures.out / "sinks.csv", head, ([row[key] for key in head] for row in tokens))

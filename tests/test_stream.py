@@ -162,11 +162,29 @@ def test_two_texts_of_a_folder_of_transformers(capsys, text, tmp_path):  # noqa:
     assert "scripts/stream.py" in (tmp_path / "out/stream.md").read_text()
 
 
+def test_networks_side_by_side_have_the_rows_of_each_and_leave_out_what_is_not_finite(capsys, text, tmp_path):  # noqa: F811
+    ids, other = blocks_of(text, 16), network("rmsnorm-internal", seed=1)
+    models = {"a": network("rmsnorm"), "b": other}
+    folders = [put(model.float(), tmp_path / name, text) for name, model in models.items()]
+    both = [f"--data={text}", "--tokens=1000000"]
+    _, rows, _ = run(capsys, tmp_path / "out", *folders, *both)
+    alone = [
+        run(capsys, tmp_path / name, folder, *both)[1] for name, folder in zip("ab", folders, strict=True)
+    ]
+    assert rows == alone[0] + alone[1] and (tmp_path / "out/spread.png").exists()
+    assert "spread.png" in (tmp_path / "out/stream.md").read_text()
+    with torch.no_grad():
+        other.tok_emb.weight[ids[3, 5]] = 1e30
+    bad = (ids == ids[3, 5]).any(1).sum().item()
+    said, rows, _ = run(capsys, tmp_path / "bad", put(other, tmp_path / "c", text), *both)
+    assert f"{bad} more windows are not finite" in said and int(rows[0]["tokens"]) == 16 * (len(ids) - bad)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["RUN"], "name a network, text and a folder"),
-        (["RUN", "RUN", "--data=TEXT"], "name a network, text and a folder"),
+        (["RUN"], "name networks, text and a folder"),
+        (["RUN", "--data=TEXT"], "name networks, text and a folder"),
         (["RUN", "--data=TEXT", "--begin=99999999"], "is no token of"),
         (["RUN", "--data=TEXT", "--sink_multiple=0.5"], "sink_multiple must be"),
         (["NEOX", "--data=TEXT"], "our own reader takes"),
@@ -185,7 +203,8 @@ def test_errors_are_one_line(argv, said, text, tmp_path):  # noqa: F811
     for name, path in where.items():
         argv = [word.replace(name, str(path)) for word in argv]
     with pytest.raises((BadInput, ModelError)) as error:
-        stream.main([*argv, f"--out={tmp_path / 'out'}", "--device=cpu"])
+        out = [] if "name networks" in said else [f"--out={tmp_path / 'out'}"]
+        stream.main([*argv, *out, "--device=cpu"])
     assert said in one_line(error) and not Path(tmp_path / "out").exists()
 
 
