@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -62,6 +63,11 @@ VARIANTS = {
 }  # fmt: skip
 VARIANTS |= {norm: {"norm": norm} for norm in NORMS if norm not in VARIANTS}  # one that was added
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def slow(*case):
+    """A case of a parametrized test that is left to the long suite."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def tiny_config(variant: str = "rmsnorm", **more) -> ModelConfig:
@@ -148,15 +154,30 @@ def scale_of_difference(a, b) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def plain_rms(h, weight, eps: float, bias=None):
-    """RMSNorm as the papers print it."""
-    y = h / torch.sqrt(h.pow(2).sum(-1, keepdim=True) / h.shape[-1] + eps) * weight
-    return y if bias is None else y + bias
+def operators(model, idx) -> list:
+    """The operators of a forward pass without gradients, in their order."""
+    ran = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Recorder():
+        model(idx)
+    return ran
 
 
-def plain_layernorm(h, weight, eps: float, bias=None):
-    """LayerNorm as the papers print it: RMSNorm of what is left when the mean is gone."""
-    return plain_rms(h - h.sum(-1, keepdim=True) / h.shape[-1], weight, eps, bias)
+def adamw_losses(loss, model, steps: int, **adamw) -> torch.Tensor:
+    """loss(0), loss(1), ... while AdamW minimizes them. (steps)"""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), **adamw), []
+    for step in range(steps):
+        value = loss(step)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def one_line(error) -> str:

@@ -52,6 +52,20 @@ def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **p
     return subprocess.Popen([sys.executable, *runner, *map(str, script), *map(str, argv)], **popen)
 
 
+def ran(*argv, fails=False, **how) -> str:
+    """What train.py says in processes of its own. They leave with status 0, or where it `fails` another."""
+    process = launch(*argv, stdout=-1, stderr=-2, **how)
+    said = process.communicate(timeout=300)[0]
+    assert (process.returncode != 0) == fails, said
+    return said
+
+
+def killed(argv, at: str, n: int):
+    """Run train.py until it kills itself at the n-th call of a fault point."""
+    process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
+    assert process.wait(timeout=300) == -signal.SIGKILL
+
+
 class Peak:
     """Linux: the process's own high-water mark of memory within a `with`, above what it had before, in bytes.
     The kernel keeps it, so no moment is missed however busy the machine is. Mapped files count."""

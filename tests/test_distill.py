@@ -1,20 +1,15 @@
 """A student that learns from a teacher: the loss in pieces, adapters, and runs of train.py with both."""
 
 import copy
-import json
 import shutil
-import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import batch, refuses, scale_of_difference, state_of, tiny, tokens
-from running import assert_same, final, launch, metrics, refused, train
-from test_memory import PROGRAM, ROOT
+from conftest import adamw_losses, batch, refuses, same_state, scale_of_difference, state_of, tiny, tokens
+from running import assert_same, final, killed, metrics, ran, refused, train
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,9 +19,9 @@ from forms import fold, load_model, proved, unfuse
 from model import Transformer
 from nanonorm import adapters, kernels, parts
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
-from nanonorm.errors import BadInput, ModelError
 from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks, deal
+from nanonorm.timing import tensor_peak
 from scripts.couple import coupled
 from train import Step
 
@@ -71,8 +66,7 @@ def shake(model: Distilled):
     adapters.take_norms(model.student)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the loss
+# --- the loss
 
 
 def plain_loss(y, head, taught, teacher_head, targets, ce_weight, kl_weight):
@@ -83,24 +77,6 @@ def plain_loss(y, head, taught, teacher_head, targets, ce_weight, kl_weight):
     return ce_weight * ce + kl_weight * kl, ce, kl
 
 
-@pytest.mark.parametrize("rows", [1, 3, 100])
-def test_a_target_of_minus_100_does_not_count(rows, monkeypatch):
-    """The loss and its gradient are those of the other tokens alone; of none they are 0."""
-    y, head, taught, teacher_head, targets = random_heads(True)
-    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
-    counts = torch.tensor([[True, False, False, True, True], [False] * 4 + [True]])
-    marked, leaves = targets.where(counts, -100), [y, *head]
-    found = distill_loss(y, head, taught, teacher_head, marked, 0.3, 1.7)
-    others = (y[counts][None], head, taught[counts][None], teacher_head, targets[counts][None])
-    expected = plain_loss(*others, 0.3, 1.7)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    grads = (torch.autograd.grad(losses[0], leaves) for losses in (found, expected))
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
-    none = distill_loss(y, head, taught, teacher_head, torch.full_like(targets, -100), 0.3, 1.7)
-    assert [loss.item() for loss in none] == [0, 0, 0]
-    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(none[0], leaves))
-
-
 def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
     rng = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=rng, dtype=torch.float64)
@@ -109,23 +85,39 @@ def random_heads(bias: bool, V: int = 31, D: int = 6, teacher_D: int = 9):
     return y, head, taught, (draw(V, teacher_D), draw(V) if bias else None), tokens(2, 5, vocab=V)
 
 
+SOME = torch.tensor([[True, False, False, True, True], [False, False, False, False, True]])
+
+
+@pytest.mark.parametrize("counts", [torch.ones_like(SOME), SOME], ids=["all", "some"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 0.0), (0.3, 1.7)])
 @pytest.mark.parametrize("rows", [1, 3, 100])
-def test_in_pieces_is_at_once(rows, weights, bias, monkeypatch):
-    """Values and gradients, whatever the size of a piece; 3 does not divide the 10 tokens."""
-    y, head, *rest = random_heads(bias)
+def test_in_pieces_is_at_once(rows, weights, bias, counts, monkeypatch):
+    """Values and gradients, whatever the size of a piece; 3 does not divide the 10 tokens. They are of the
+    tokens that count alone."""
+    y, head, taught, teacher_head, targets = random_heads(bias)
     monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
     leaves = [y, *(t for t in head if t is not None)]
-    expected = plain_loss(y, head, *rest, *weights)
+    others = (y[counts][None], head, taught[counts][None], teacher_head, targets[counts][None])
+    expected = plain_loss(*others, *weights)
     wanted = torch.autograd.grad(3 * expected[0], leaves)
-    found = distill_loss(y, head, *rest, *weights)
+    given = (y, head, taught, teacher_head, targets.where(counts, NOT_COUNTED), *weights)
+    found = distill_loss(*given)
     got = torch.autograd.grad(3 * found[0], leaves)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert not found[1].requires_grad and not found[2].requires_grad
     with torch.no_grad():
-        torch.testing.assert_close(distill_loss(y, head, *rest, *weights), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(distill_loss(*given), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_where_no_target_counts_the_loss_is_0(rows, monkeypatch):
+    y, head, taught, teacher_head, targets = random_heads(True)
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
+    none = distill_loss(y, head, taught, teacher_head, torch.full_like(targets, NOT_COUNTED), 0.3, 1.7)
+    assert [loss.item() for loss in none] == [0, 0, 0]
+    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(none[0], [y, *head]))
 
 
 def test_one_head_for_both_learns_as_the_students_alone():
@@ -137,55 +129,30 @@ def test_one_head_for_both_learns_as_the_students_alone():
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-def test_the_divergence_of_a_network_from_itself_is_0_and_has_no_gradient():
-    y, head, *_, targets = random_heads(False)
-    total, _, kl = distill_loss(y, head, y.detach(), head, targets, 0.0, 1.0)
-    (grad,) = torch.autograd.grad(total, y)
-    assert kl.abs() < 1e-15 and grad.abs().max() < 1e-15
-
-
-MEASURE = (
-    PROGRAM.partition("path, shape")[0]
-    + """
-from nanonorm.distill import distill_loss
-import torch.nn.functional as F
-N, V, D, how = int(sys.argv[1]), 151_936, 64, sys.argv[2]
-y, taught = torch.randn(1, N, D).requires_grad_(), torch.randn(1, N, D)
-weight = (0.1 * torch.randn(V, D)).requires_grad_()
-targets = torch.randint(V, (1, N))
-y.grad, weight.grad = torch.zeros_like(y), torch.zeros_like(weight)
-with Peak() as peak:
-    if how == "pieces":
-        loss = distill_loss(y, (weight, None), taught, (weight, None), targets, 0.5, 1.0)[0]
-    else:
-        student = F.linear(y, weight).flatten(0, 1).log_softmax(-1)
-        with torch.no_grad():
-            teacher = F.linear(taught, weight).flatten(0, 1).log_softmax(-1)
-        loss = 0.5 * F.nll_loss(student, targets.flatten())
-        loss = loss + F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    loss.backward()
-print(json.dumps({"took": peak.bytes, "loss": loss.item()}))
-"""
-)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_loss_takes_less_than_a_quarter_of_the_plain_ones_memory():
     """Of 4,096 tokens, of Qwen3's vocabulary. The plain one is measured at a quarter of the tokens, all of
     whose tables are as many times smaller: the test takes gigabytes and not tens of them."""
-    took = {}
-    for how, n in (("pieces", 4096), ("plain", 1024)):
-        words = [sys.executable, "-c", MEASURE, str(n), how]
-        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
-        took[how] = json.loads(said.stdout.splitlines()[-1])["took"]
-    print(took)
-    assert took["pieces"] < took["plain"]
+    V, D = 151_936, 64
+    weight = (0.1 * torch.randn(V, D)).requires_grad_()
+
+    def in_pieces(y, taught, targets):
+        return distill_loss(y, (weight, None), taught, (weight, None), targets, 0.5, 1.0)[0]
+
+    def plain(y, taught, targets):
+        student = F.linear(y, weight).flatten(0, 1).log_softmax(-1)
+        teacher = F.linear(taught, weight.detach()).flatten(0, 1).log_softmax(-1)
+        kl = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        return 0.5 * F.nll_loss(student, targets.flatten()) + kl
+
+    def peak(loss, N):
+        y, taught = torch.randn(1, N, D).requires_grad_(), torch.randn(1, N, D)
+        return tensor_peak(lambda: loss(y, taught, tokens(1, N, vocab=V)).backward())
+
+    assert peak(in_pieces, 4096) < peak(plain, 1024)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# adapters
+# --- adapters
 
 
 @every_family
@@ -209,20 +176,6 @@ def test_merged_is_adapted(family, kind):
     assert not any("lora" in name for name in folded.state_dict())
 
 
-def test_folding_before_merging_would_be_another_network():
-    """Why the order matters: a DoRA's magnitude is of rows, which a scaled column changes."""
-    model, _ = pair()
-    shake(model)
-    layer, gain = model.student.blocks[1].mlp.gate_up, model.student.blocks[1].norm_mlp.weight
-    x = torch.randn(5, 24, dtype=torch.float64)
-    with torch.no_grad():
-        before = layer(x * gain)
-        layer.get_base_layer().weight.data = layer.get_base_layer().weight.data * gain
-        layer.lora_A["default"].weight.mul_(gain)
-        adapters.take_norms(layer)
-        assert scale_of_difference(layer(x), before) > 1e-2
-
-
 def test_a_fused_matrix_has_the_ranks_of_its_parts_and_all_one_scaling():
     model, _ = pair(rank=5)
     for block in model.student.blocks:
@@ -244,7 +197,7 @@ def test_targets_are_chosen_and_others_refused():
 
 def test_cbwcs_matrices_carry_none():
     pytest.importorskip("peft")
-    with pytest.raises(ModelError, match="carries no adapter"):
+    with refuses("carries no adapter"):
         adapters.put_on(tiny("cbwc"), "lora", 4, 8.0)
 
 
@@ -264,7 +217,7 @@ def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
 
 
 def norms_of(network) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in network.named_buffers() if name.endswith(".norms")}
+    return {name: t.clone() for name, t in network.named_buffers() if name.endswith(".norms")}
 
 
 def by_peft(network):
@@ -333,21 +286,16 @@ def test_doras_norms_in_low_precision():
 def test_a_step_leaves_the_norms_of_what_it_made():
     """Training's, and reading a file; a run that forgot would go on with other norms than it exports."""
     model, _ = pair()
-    step = taught_step(model.student, model)
+    step, (x, y), before = taught_step(model.student, model), batch(), norms_of(model.student)
     step.at(1)
-    before = {name: t.clone() for name, t in norms_of(model.student).items()}
-    x, y = batch()
     step(x[None], y[None])
-    file = {name: p.detach().clone() for name, p in step.learns.items()}
-    after = {name: t.clone() for name, t in norms_of(model.student).items()}
+    after = norms_of(model.student)
+    assert len(after) == 12 and not any(torch.equal(t, after[name]) for name, t in before.items())
     adapters.take_norms(model.student)
-    assert len(after) == 12 and all(
-        torch.equal(t, after[name]) for name, t in norms_of(model.student).items()
-    )
-    assert not any(torch.equal(t, after[name]) for name, t in before.items())
+    assert same_state(norms_of(model.student), after)
     resumed, _ = pair()
-    adapters.load_adapters(resumed.student, file, "file")
-    assert all(torch.equal(t, after[name]) for name, t in norms_of(resumed.student).items())
+    adapters.load_adapters(resumed.student, {name: p.detach() for name, p in step.learns.items()}, "file")
+    assert same_state(norms_of(resumed.student), after)
 
 
 def test_a_dora_costs_what_a_lora_costs():
@@ -393,8 +341,7 @@ def test_pefts_file_goes_both_ways():
     assert torch.equal(back.student.stream(idx), model.student.stream(idx))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# student and teacher
+# --- student and teacher
 
 
 @every_family
@@ -405,19 +352,16 @@ def test_training_moves_the_student_alone(family):
     theirs = dict(teacher.named_parameters())
     own = {n.replace(".base_layer", ""): p for n, p in model.student.named_parameters() if ".lora_" not in n}
     assert {n for n, p in own.items() if p is not theirs.get(n)} == OWN
-    learns = adapters.learning(model.student)
-    assert sum(p.numel() for p in learns.values()) < sum(p.numel() for p in theirs.values())
+    learns = adapters.learning(model.student).values()
+    assert sum(p.numel() for p in learns) < sum(p.numel() for p in theirs.values())
     with torch.no_grad():
         logits, began = teacher(idx), model.student(idx)
-    model.train()
-    optimizer, kl = torch.optim.AdamW(learns.values(), lr=1e-2), []
-    for _ in range(20):
-        losses = model(x, y)
-        kl.append(losses.kl.item())
-        losses.total.backward()
-        optimizer.step()
+
+    def loss(step):
         adapters.take_norms(model.student)
-        optimizer.zero_grad()
+        return model.train()(x, y).total
+
+    kl = adamw_losses(loss, model, 20, lr=1e-2)
     assert kl[-1] < 0.7 * kl[0]
     with torch.no_grad():
         assert torch.equal(teacher(idx), logits)
@@ -579,7 +523,7 @@ def test_a_network_of_every_form_is_a_teacher(variant, form):
 
 def test_in_the_middle_of_its_taper_it_is_none():
     file = tiny("rmsnorm-all-aux", phase="blend").to_file({"gate": 0.37, "phase": "blend"})
-    with pytest.raises(BadInput, match=r"^file is in the middle of its taper \(gates up to 0.37\); start"):
+    with refuses("file is in the middle of its taper (gates up to 0.37)"):
         untapered(file, "file", 8)
 
 
@@ -588,7 +532,7 @@ def test_what_a_checkpoint_holds_of_an_adapted_student():
     file = model.to_file({})
     assert set(file["state"]) == OWN
     assert all(".lora_" in name for name in file["adapters"]) and file["meta"]["teacher"]["sha256"] == "0"
-    with pytest.raises(BadInput, match=r"tok_emb\.weight differs; do this"):
+    with refuses("tok_emb.weight differs; do this"):
         share(tiny("coupled", n_layer=3, seed=1), tiny("rmsnorm", n_layer=3), "do this")
 
 
@@ -602,8 +546,7 @@ def test_a_fingerprint_is_of_names_types_and_values():
     assert len({fingerprint(s) for s in (state, one_bit, renamed, narrow)}) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------
-# runs
+# --- runs
 
 
 @pytest.fixture(scope="module")
@@ -620,7 +563,8 @@ def base(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def student(base, corpus):
-    """What scripts/couple.py makes of it."""
+    """What scripts/couple.py makes of it, to be trained by peft's adapters."""
+    pytest.importorskip("peft")
     out = base.parent / "coupled"
     how = (f"--data={corpus}", f"--out={out}", "--keep=0", "--alpha=1.5", "--tokens=1000")
     train(base, *how, program="scripts/couple.py")
@@ -637,7 +581,6 @@ def taught(out, corpus, begun, learns_from, **knobs):
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student, corpus, tmp_path, capfd):
-    pytest.importorskip("peft")
     if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no bfloat16 arithmetic")
     out = tmp_path / "run"
@@ -662,12 +605,10 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
 @pytest.mark.slow
 def test_killed_and_resumed_is_the_same_run(base, student, corpus, tmp_path, one_thread, capsys):
     """To the bit, adapters included, from another path of the teacher; another teacher is refused."""
-    pytest.importorskip("peft")
     flags_of = partial(taught, corpus=corpus, begun=student, learns_from=base, ce_weight=0.2)
     train(*flags_of(tmp_path / "whole"))
-    kill = {"at": "after", "n": 19, "do": "kill"}
     cut = tmp_path / "cut"
-    assert launch(*flags_of(cut), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    killed(flags_of(cut), "after", 19)
     resume = [f"--out_dir={cut}", "--init_from=resume"]
     assert "is not the teacher that the run" in refused(capsys, *resume, f"--teacher={student}")
     assert "holds adapters without the network" in refused(capsys, cut, program="sample.py")
@@ -696,11 +637,9 @@ def assert_same_but_rounding(one, other, tolerance: float):
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_does(base, student, corpus, tmp_path):
     """The same global batch in float64; the sums only change their order."""
-    pytest.importorskip("peft")
     knobs = {"gradient_accumulation_steps": 2, "dtype": "float64", "ce_weight": 0.2}
     train(*taught(tmp_path / "one", corpus, student, base, **knobs))
-    process = launch(*taught(tmp_path / "two", corpus, student, base, **knobs), ranks=2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=200) == 0, process.communicate()[0]
+    ran(*taught(tmp_path / "two", corpus, student, base, **knobs), ranks=2)
     assert_same_but_rounding(tmp_path / "one", tmp_path / "two", 1e-8)
 
 
@@ -709,21 +648,18 @@ def test_two_ranks_learn_what_one_does(base, student, corpus, tmp_path):
 def test_sharded_adapters_are_those_of_one_process(kind, then, base, student, corpus, tmp_path):
     """In float64, from train.py's start to its exports: two ranks, and others that go on from their
     checkpoint. The sums only change their order."""
-    pytest.importorskip("peft")
     knobs = {"gradient_accumulation_steps": 4, "batch_size": 1, "dtype": "float64", "ce_weight": 0.2}
     knobs |= {"adapter": kind, "max_iters": 20, "eval_interval": 10, "log_interval": 1}
     one, two, again = (tmp_path / name for name in ("one", "two", "again"))
     train(*taught(one, corpus, student, base, **knobs))
-    process = launch(*taught(two, corpus, student, base, **knobs, shard=True), ranks=2, stdout=-1, stderr=-2)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and "adapters merged: at most" in said, said
+    said = ran(*taught(two, corpus, student, base, **knobs, shard=True), ranks=2)
+    assert "adapters merged: at most" in said
     shutil.copytree(two, again)
     (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
     (again / "folded.pt").unlink()
     left = final(again)
     assert left["progress"]["iter"] == 16 and all(t.dim() < 2 for t in left["adapters"].values())
-    process = launch("--init_from=resume", f"--out_dir={again}", ranks=then, stdout=-1, stderr=-2)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    ran("--init_from=resume", f"--out_dir={again}", ranks=then)
     for other in (two, again):
         assert_same_but_rounding(one, other, 1e-10)
         exported = load_model(other / "folded.pt").state_dict()
@@ -733,7 +669,6 @@ def test_sharded_adapters_are_those_of_one_process(kind, then, base, student, co
 
 @pytest.mark.slow
 def test_a_compiled_distillation_is_the_same_run(base, student, corpus, tmp_path):
-    pytest.importorskip("peft")
     if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     for name, compiles in (("eager", False), ("compiled", True)):
@@ -748,8 +683,7 @@ def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path, on
     knobs = dict(adapter="none", n_layer=1, n_embd=16, n_head=2, vocab_size=400, ckpt_interval=5)
     flags_of = partial(taught, corpus=corpus, begun="scratch", learns_from=base, **knobs)
     train(*flags_of(tmp_path / "whole"))
-    kill = {"at": "after", "n": 12, "do": "kill"}
-    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    killed(flags_of(tmp_path / "cut"), "after", 12)
     train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
     assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
     kl = [line["val/kl"] for line in metrics(tmp_path / "cut") if "val/kl" in line]
@@ -771,16 +705,15 @@ def test_equal_networks_begin_at_distance_0_and_the_log_takes_the_loss_apart(bas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["one", "two ranks"])
-def test_a_network_without_norms_is_distilled_into_one(how, base, corpus, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_without_norms_is_distilled_into_one(ranks, base, corpus, tmp_path):
     """By adapters on a fold, from that fold: what is exported at the end is one file."""
     pytest.importorskip("peft")
     folded = tmp_path / "base"
     train(*taught(folded, corpus, base, base, adapter="none", taper="all", gate_start=10, gate_end=20))
     weights, out = folded / "folded.pt", tmp_path / "run"
     argv = taught(out, corpus, weights, weights, ce_weight=1.0, gradient_accumulation_steps=2)
-    process = launch(*argv, ranks=1 if how == "one" else 2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=200) == 0, process.communicate()[0]
+    ran(*argv, ranks=ranks)
     assert {path.name for path in out.glob("*.pt")} == {"ckpt.pt", "ckpt.prev.pt", "folded.pt"}
     model = load_model(out / "folded.pt")
     assert model.meta["merge_error"] < 1e-9 and model.config.form == "folded"
@@ -800,6 +733,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("knobs", "said"), REFUSED)
 def test_what_makes_no_sense_is_refused_in_one_line(knobs, said, base, student, corpus, tmp_path, capsys):
-    pytest.importorskip("peft")
     assert said in refused(capsys, *taught(tmp_path / "run", corpus, student, base, **knobs))
     assert not (tmp_path / "run").exists()

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import scale_of_difference, tiny, tokens
-from protocols import fine_tuned, random_gpt2
-from running import train
 
 from data.tokenizer import load_tokenizer
-from forms import fold, load_model
+from forms import fold
 from nanonorm.files import ROOT
 from scripts.exports import Job, hf
 
@@ -52,10 +50,14 @@ def tolerance(model) -> float:
     return 1e-9 if model.pos_emb is not None else 1e-6
 
 
+def writes(model) -> list[str]:
+    """The hooks of what is added up to the last stream."""
+    return ["hook_embed", *(["hook_pos_embed"] if model.pos_emb is not None else []), *WRITTEN]
+
+
 def sum_of_readings(bridge, cache, model):
     """Direct logit attribution: what the unembedding reads of each component's write, and its bias."""
-    names = ["hook_embed", *(["hook_pos_embed"] if model.pos_emb is not None else []), *WRITTEN]
-    readings = [cache[name] @ bridge.unembed.W_U for name in names]
+    readings = [cache[name] @ bridge.unembed.W_U for name in writes(model)]
     total = sum(readings) + bridge.unembed.b_U
     assert all(reading.abs().max() > 1e-3 * total.abs().max() for reading in readings)
     return total
@@ -80,6 +82,8 @@ def test_transformer_lens_computes_the_same(exported, variant, shape):
     model, bridge, logits, cache = exported(variant, idx, **shape)
     with torch.no_grad():
         assert scale_of_difference(logits, model(idx)) < tolerance(model)
+        written = sum(cache[name] for name in writes(model))
+        assert scale_of_difference(written, cache["blocks.1.hook_resid_post"]) < 1e-9
         if "all" in variant:  # without a last norm every component's write is read as it stands
             assert scale_of_difference(sum_of_readings(bridge, cache, model), logits) < 1e-9
         lens = bridge.unembed(bridge.ln_final(cache["blocks.0.hook_resid_post"]))
@@ -116,20 +120,3 @@ def test_the_page_on_attribution(corpus, tmp_path, code_cache, monkeypatch, caps
     rows = [row.split() for row in capsys.readouterr().out.splitlines() if "hook_" in row]
     assert [name for name, *_ in rows] == ["hook_embed", *WRITTEN]
     assert all(float(free) < 1e-5 and float(twin) > 1e-2 for _, free, twin in rows)
-
-
-@pytest.mark.parametrize("protocol", ["fakeln", "internal", "all"])
-def test_a_fine_tuned_gpt2_goes_to_transformer_lens(protocol, corpus, tmp_path, code_cache):
-    """A whole run, its folded network by the command, and there what its components write: they sum to the
-    last stream, and without a last norm their readings sum to the logits."""
-    weights = random_gpt2(tmp_path / "weights.pt", 400)
-    run, out = fine_tuned(protocol, tmp_path / "run", corpus, weights), tmp_path / "lens"
-    train(run, "--to=hf", f"--out={out}", "--dtype=float32", program="scripts/convert.py")
-    model, idx = load_model(run / "folded.pt").float().double(), tokens(2, 20, vocab=400)
-    bridge, logits, cache = in_lens(out, (out / "README.md").read_text(), idx)
-    with torch.no_grad():
-        assert scale_of_difference(logits, model(idx)) < 1e-9
-        written = sum(cache[name] for name in ("hook_embed", "hook_pos_embed", *WRITTEN))
-        assert scale_of_difference(written, cache["blocks.1.hook_resid_post"]) < 1e-9
-        if protocol != "internal":
-            assert scale_of_difference(sum_of_readings(bridge, cache, model), model(idx)) < 1e-9

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VARIANTS, scale_of_difference, tiny, tokens
+from conftest import VARIANTS, scale_of_difference, slow, tiny, tokens
 
 import bench
 from forms import FORMS
@@ -16,7 +16,6 @@ from nanonorm.onnx import Session, export
 from scripts.exports import Job
 from scripts.exports.onnx import write
 
-INSTALLED = "pip install -r requirements-export.txt"
 GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True}
 SHAPES = {
     "llama": {"n_kv_head": 2, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
@@ -28,23 +27,16 @@ SHAPES = {
 }
 FORM = {"rmsnorm": "weightless", "layernorm-nobias": "weightless", "coupled-from-1": "weightless"}
 FORM |= {"rmsnorm-all-aux": "unfused", "layernorm-all": "unfused"}  # the others are folded
-every_network = [
-    pytest.param(
-        v, FORM.get(v, "folded"), {}, marks=() if v == "rmsnorm-internal" else pytest.mark.slow, id=v
-    )
-    for v in VARIANTS
-] + [
-    pytest.param(v, form, shape, marks=pytest.mark.slow, id=f"{v}-{name}")
-    for name, shape in SHAPES.items()
-    for v, form in (("layernorm-all", "folded"), ("rmsnorm", "weightless"))
-]
+NETWORKS = [(v, FORM.get(v, "folded"), {}) for v in VARIANTS]
+for shape in SHAPES.values():
+    NETWORKS += [("layernorm-all", "folded", shape), ("rmsnorm", "weightless", shape)]
 
 
 @pytest.fixture
 def exported(tmp_path):
     """A function that exports a network: what write returns."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=INSTALLED)
+        pytest.importorskip(package, reason="pip install -r requirements-export.txt")
 
     def export(model):
         length = min(model.config.block_size, 280)
@@ -54,7 +46,9 @@ def exported(tmp_path):
     return export
 
 
-@pytest.mark.parametrize("variant, form, shape", every_network)
+@pytest.mark.parametrize(
+    "variant, form, shape", [n if n[0] == "rmsnorm-internal" else slow(*n) for n in NETWORKS]
+)
 def test_onnxruntime_computes_the_same(exported, tmp_path, variant, form, shape):
     """At once, and as it decodes: a prompt and 32 tokens one by one."""
     model = FORMS[form](tiny(variant, dtype=torch.float32, **{"block_size": 48, **shape}).eval())
@@ -127,8 +121,7 @@ def test_a_wrong_graph_is_refused(exported, monkeypatch):
         exported(tiny("rmsnorm", dtype=torch.float32).eval())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# bench.py
+# --- bench.py
 
 FLAGS = ["--vocab_size=64", "--block_size=32", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]
 QUICK = [*FLAGS, "--iters=3", "--warmup=1", "--batch=2", "--seq=16"]

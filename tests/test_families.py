@@ -32,8 +32,7 @@ def of(family: str, variant: str, **more) -> Transformer:
     return tiny(variant, **{**FAMILIES, **TAPERED_QK}[family], **more)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# every norm in every family
+# --- every norm in every family
 
 
 @given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99), st.data())
@@ -72,8 +71,7 @@ def test_the_coupled_fold_adds_biases_after_the_scaling():
         assert scale_of_difference(wrong(idx), model(idx)) > 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------
-# tapered norms of queries and keys
+# --- tapered norms of queries and keys
 
 
 @pytest.mark.parametrize("variant", ["rmsnorm-internal", "rmsnorm-all-aux", "layernorm-all"])
@@ -94,21 +92,7 @@ def test_qk_norms_taper_only_when_they_are_told_to():
         assert sum(isinstance(m, Taper) for m in model.modules()) == len(model.taper_norms()) == count
 
 
-def test_a_qk_norm_is_calibrated_by_its_own_heads():
-    """c is the least-squares fit over all heads of all tokens."""
-    model = tiny("rmsnorm-internal", phase="norm", qk_norm=True, taper_qk=True, n_kv_head=2)
-    norm, seen = model.blocks[1].attn.norm_q, []
-    norm.register_forward_hook(lambda m, args, out: seen.append((args[0].detach(), out.detach())))
-    model(*batch())
-    model.update_statistics()
-    h, y = seen[0]
-    fit = torch.linalg.lstsq((h * norm.weight.detach()).reshape(-1, 1), y.reshape(-1, 1)).solution
-    # lstsq weighs every component alike, as num and den do
-    assert norm.c_now().item() == pytest.approx(fit.item(), rel=1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# positions, shapes, flops
+# --- positions, shapes, flops
 
 
 def test_llama3_scaling_keeps_fast_rotations_and_slows_slow_ones():
@@ -130,15 +114,7 @@ def test_frequencies_are_rounded_as_one_over_the_power():
     assert torch.equal(rope_tables(c, "cpu")[1, 1, 0, 64:], wanted.sin())
 
 
-def test_a_window_that_is_full_drops_to_its_newer_half_with_learned_positions_too():
-    model = of("gpt2", "layernorm", std=0.6).eval()
-    prompt = tokens(2, 12)
-    cached, plain = (model.generate(prompt, 20, temperature=0, use_cache=c) for c in (True, False))
-    assert torch.equal(cached, plain)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# dropout
+# --- dropout
 
 
 def test_dropout_is_off_in_evaluation_and_in_all_three_places():
@@ -175,8 +151,7 @@ def test_a_frozen_base_may_be_bfloat16_under_trained_float32_norms(family, varia
     assert errors["float64"] <= EXACT and folded.blocks[0].attn.qkv.weight.dtype is torch.bfloat16
 
 
-# ---------------------------------------------------------------------------------------------------------
-# begun from given weights
+# --- begun from given weights
 
 
 def file_of(model: Transformer) -> dict:

@@ -78,17 +78,17 @@ PROGRAMS = {  # as the last lines of each file call them
 def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
     """(exit status, what a user would see on stderr) of a command, run in this process."""
     also, main = PROGRAMS[program]
-    saved = sys.argv, sys.stdin, sys.stdout, sys.stderr
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    sys.argv = [program, *argv]
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
-    sys.stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
-    alarm = signal.signal(signal.SIGALRM, ran_out)
+    error = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    signal.signal(signal.SIGALRM, ran_out)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     status = 0
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+            patch.setattr(sys, "argv", [program, *argv])
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+            patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+            patch.setattr(sys, "stderr", error)
             warnings.simplefilter("always")
             with contextlib.ExitStack() as held, one_line_errors(*also):
                 main(argv, held)
@@ -96,17 +96,14 @@ def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
         status = e.code
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, alarm)
         for s, handler in handlers.items():
             signal.signal(s, handler)
-        sys.stderr.flush()
-        error = sys.stderr.buffer.getvalue().decode()
-        sys.argv, sys.stdin, sys.stdout, sys.stderr = saved
         gc.enable()
+    error.flush()
     # Python shows these to nobody
     hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
-    shown = [w for w in said if not issubclass(w.category, hidden)]
-    return status, error + "".join(f"{w.category.__name__}: {w.message}\n" for w in shown)
+    shown = [f"{w.category.__name__}: {w.message}\n" for w in said if not issubclass(w.category, hidden)]
+    return status, error.buffer.getvalue().decode() + "".join(shown)
 
 
 def files_in(folder: Path) -> dict:
@@ -269,7 +266,6 @@ def knob_and_value(hints, names=None):
 
 # --- (a) config files and flags
 
-
 ODD_LINES = [
     "x = 1", "_x = 3", "import os", "1/0", "out_dir = 'a' 'b'", "def f(): pass", "raise ValueError('a\\nb')",
     "raise SystemExit(0)", "exit()", "import sys; sys.exit(7)", "from config.nowhere import *", "f()",
@@ -349,11 +345,9 @@ def config_target(material, case):
         odd = folder / names.get(place, f"{place}.py")
         if place == "folder":
             odd.mkdir()
-        if place == "dangling":
-            odd.symlink_to("nowhere")
-        if place == "loop":
-            odd.symlink_to(odd)
-        if place == "unreadable name":
+        elif place in ("dangling", "loop"):
+            odd.symlink_to("nowhere" if place == "dangling" else odd)
+        elif place == "unreadable name":
             odd.write_text("seed = 3\n")
         words = [str(base), *paths] + [str(odd)] * (place != "file")
         check("config", "train.py", [*words, *flags], folder)

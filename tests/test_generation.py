@@ -1,6 +1,7 @@
 """Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
 
 from itertools import pairwise
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
 from forms import FORMS
-from model import Transformer, attend
 from nanonorm.cache import KVCache
 from nanonorm.generation import aligned
 from sample import Sample
@@ -19,6 +19,18 @@ EXACT = 1e-12  # float64: another order of summation
 
 def ragged(*lengths) -> list[torch.Tensor]:
     return [tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+
+
+def watch(monkeypatch, name: str, look) -> list:
+    """What `look` makes of the arguments of every call of a function, from now on."""
+    seen, function = [], resolve_name(name)
+
+    def watched(*args, **more):
+        seen.append(look(*args, **more))
+        return function(*args, **more)
+
+    monkeypatch.setattr(name, watched)
+    return seen
 
 
 @every_variant
@@ -61,13 +73,8 @@ def test_rows_of_one_length_need_no_mask(monkeypatch):
     """So they are computed as without padding, to the bit; a ragged batch whose contexts become equally long
     is computed so from there on."""
     model, idx = tiny("coupled", std=0.5).eval(), tokens(2, 5)
-    wanted, asked, forward = model.generate(idx, 20, temperature=0), [], Transformer.forward
-
-    def watched(*args, pad=None, **how):
-        asked.append(pad)
-        return forward(*args, pad=pad, **how)
-
-    monkeypatch.setattr(Transformer, "forward", watched)
+    wanted = model.generate(idx, 20, temperature=0)
+    asked = watch(monkeypatch, "model.Transformer.forward", lambda *_, pad=None, **more: pad)
     assert torch.equal(torch.stack(model.generate(list(idx), 20, temperature=0)), wanted)
     assert asked == [None] * 20
     asked.clear()
@@ -82,14 +89,13 @@ def test_rows_of_one_length_need_no_mask(monkeypatch):
 def test_a_prompt_in_an_empty_cache_is_attended_to_causally(variant, monkeypatch):
     """By the flag, which flash attention takes, where it refuses a mask; with the logits of a pass without a
     cache. What comes later, and what is padded, has a mask."""
-    model, idx, asked = tiny(variant, n_kv_head=2).eval(), tokens(3, 14), []
-    wanted, attention = model(idx), torch.nn.functional.scaled_dot_product_attention
+    model, idx = tiny(variant, n_kv_head=2).eval(), tokens(3, 14)
 
-    def watched(q, k, v, mask=None, dropout=0.0, is_causal=False, **how):
-        asked.append((None if mask is None else mask.shape[-2:], is_causal, k.shape[2]))
-        return attention(q, k, v, mask, dropout, is_causal, **how)
+    def look(q, k, v, mask=None, dropout=0.0, is_causal=False, **more):
+        return None if mask is None else mask.shape[-2:], is_causal, k.shape[2]
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    wanted = model(idx)
+    asked = watch(monkeypatch, "torch.nn.functional.scaled_dot_product_attention", look)
     cache = KVCache(model, 3, 16)
     first = model(idx[:, :9], cache=cache)
     assert asked == [(None, True, 9)] * 2
@@ -104,13 +110,8 @@ def test_a_prompt_in_an_empty_cache_is_attended_to_causally(variant, monkeypatch
 
 def test_generating_masks_no_prompt(monkeypatch):
     """Nor where the context dropped to its newer half; a compiled decoding has its graph of one token."""
-    model, asked = tiny("coupled").eval(), []
-
-    def watched(q, k, v, mask=None, dropout=0.0):
-        asked.append((q.shape[2], mask is None))
-        return attend(q, k, v, mask, dropout)
-
-    monkeypatch.setattr("model.attend", watched)
+    model = tiny("coupled").eval()
+    asked = watch(monkeypatch, "model.attend", lambda q, k, v, mask=None, *_: (q.shape[2], mask is None))
     model.generate(tokens(2, 15), 3, temperature=0)
     assert asked == [(15, True)] * 2 + [(1, False)] * 2 + [(8, True)] * 2
 
@@ -177,14 +178,9 @@ def test_a_context_of_one_token_sees_that_one():
 
 
 def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):
-    run, asked, generate = tmp_path / "run", [], Transformer.generate
+    run = tmp_path / "run"
     train(*flags(run, corpus, max_iters=2, taper="none", aux_weight=0.0, gate_end=2))
-
-    def watched(model, prompts, *args, **how):
-        asked.append(prompts)
-        return generate(model, prompts, *args, **how)
-
-    monkeypatch.setattr(Transformer, "generate", watched)
+    asked = watch(monkeypatch, "model.Transformer.generate", lambda model, prompts, *_, **more: prompts)
     capsys.readouterr()
     said = []
     for seed in (1, 1, 2):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config import Config
 from forms import fold, fold_error, from_file, proved, unfuse, with_factor
 from model import ModelConfig, Transformer
 from nanonorm.errors import ModelError
@@ -103,13 +102,3 @@ def test_the_proof_sees_a_wrong_factor(dtype, monkeypatch):
     monkeypatch.setattr("forms.with_factor", lambda table, factor: with_factor(table, factor * 1.01))
     with pytest.raises(ModelError, match="of the logit scale in float64; not exported"):
         proved(net, "unfused", idx)
-
-
-def test_a_file_from_before_these_knobs_still_loads():
-    file, added = made().to_file({}), ("init", "emb_scale", "dyt_alpha")
-    for knob in added:
-        del file["config"][knob]
-    model = from_file(file)
-    assert (model.config.init, model.config.emb_scale, model.config.dyt_alpha) == ("gpt2", None, None)
-    settings = {k: v for k, v in vars(Config().resolve()).items() if k not in added}
-    assert Config.recorded(settings, "a log").emb_scale is None

@@ -1,22 +1,17 @@
-"""The transformer: sizes, init, Llama's logits, RoPE, cache, sampling, and each norm against its printed
-formula."""
+"""The transformer: sizes, init, RoPE, cache, sampling, and each norm against its printed formula."""
 
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
     VARIANTS,
+    adamw_losses,
     batch,
     every_variant,
-    plain_layernorm,
-    plain_rms,
-    randomize,
     refuses,
-    same_state,
     scale_of_difference,
     tiny,
     tiny_config,
@@ -24,13 +19,13 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from running import assert_same
 
 from forms import FORMS, fold, load_model
 from model import Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.cache import KVCache
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
-from nanonorm.hub import write_pretrained
 from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, turned_off
 from nanonorm.metrics import diagnostics
 
@@ -38,8 +33,7 @@ from nanonorm.metrics import diagnostics
 # a random net.
 EXACT = 1e-12
 
-# ---------------------------------------------------------------------------------------------------------
-# size, names, init
+# --- size, names, init
 
 
 @pytest.mark.parametrize(
@@ -54,29 +48,20 @@ def test_parameter_totals_are_the_papers_sizes(width, hidden, total):
     assert sum(p.numel() for p in model.parameters()) == total
 
 
-BLOCK = {"attn.qkv.weight": (36, 24), "attn.proj.weight": (24, 24), "mlp.gate_up.weight": (128, 24),
-         "mlp.down.weight": (24, 64)}  # fmt: skip
 VECTORS = {
     "rmsnorm": "weight", "coupled": "weight", "layernorm": "weight bias", "layernorm-nobias": "weight",
     "cbwc": "weight bias", "cbwc-nobias": "weight", "dyt": "weight bias alpha", "derf": "weight bias alpha s",
     "rmsnorm-all-aux": "weight weight_tilde c ema_num ema_den ema_count",
     "layernorm-all": "weight bias weight_tilde c ema_num ema_den ema_count",
+    "layernorm-all-fake": "weight bias c ema_s ema_count",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("variant", VECTORS)
-def test_names_and_shapes_are_those_of_the_design(variant, tied):
-    state = Transformer(tiny_config(variant, n_kv_head=1, tie_embeddings=tied)).state_dict()
-    scalars, vectors = {"alpha", "s", "c", "ema_num", "ema_den", "ema_count"}, VECTORS[variant].split()
-    wanted = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()}
-    wanted["tok_emb.weight"] = (61, 24)
-    norms = ["norm_final", *(f"blocks.{i}.norm_{kind}" for i in range(2) for kind in ("attn", "mlp"))]
-    wanted |= {f"{norm}.{v}": () if v in scalars else (24,) for norm in norms for v in vectors}
-    if not tied:
-        wanted["lm_head.weight"] = (61, 24)
-    ours = {name: tuple(t.shape) for name, t in state.items() if not name.startswith("anchor.")}
-    assert ours == wanted
+def test_a_norms_tensors_have_the_names_of_the_files(variant):
+    model = Transformer(tiny_config(variant))
+    for norm in (model.blocks[0].norm_attn, model.blocks[1].norm_mlp, model.norm_final):
+        assert norm.state_dict().keys() == set(VECTORS[variant].split())
 
 
 @every_variant
@@ -100,43 +85,7 @@ def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied, init):
     reference, other = matrices("rmsnorm", 7), matrices("rmsnorm", 8)
     assert not any(torch.equal(reference[n], other[n]) for n in reference)
     for variant in VARIANTS:
-        assert same_state(matrices(variant, 7), reference), variant
-
-
-# ---------------------------------------------------------------------------------------------------------
-# against Hugging Face's Llama
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-@pytest.mark.parametrize("rope_base", [10000.0, 50.0])
-def test_logits_and_loss_are_llamas(n_kv_head, tied, rope_base, tmp_path):
-    shape = dict(n_kv_head=n_kv_head, tie_embeddings=tied, rope_base=rope_base, block_size=32)
-    # std 0.12: attention is neither uniform nor one-hot, so a wrong angle or a wrong head shows
-    model = tiny("rmsnorm", dtype=torch.float32, std=0.12, **shape)
-    transformers = pytest.importorskip("transformers", reason="compares with its Llama")
-    write_pretrained(model.to_file({}), tmp_path)
-    llama = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    text = tokens(2, 32, seed=3)
-    with torch.no_grad():
-        theirs = llama(text)
-        # float32, 2 layers: rounding of 6e-8 per operation over sums of 64 terms, in another order
-        assert scale_of_difference(model(text), theirs.logits) <= 1e-5
-        loss = model(text[:, :-1], text[:, 1:]).ce
-        assert loss.item() == pytest.approx(llama(text, labels=text).loss.item(), rel=1e-5)
-
-
-def test_loss_is_the_cross_entropy_of_the_targets_and_total_adds_aux():
-    idx, targets = batch()
-    model = tiny("rmsnorm", std=0.1)
-    logits = model(idx)
-    said = [logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(3) for t in range(16)]
-    losses = model(idx, targets)
-    assert losses.ce.item() == pytest.approx(-sum(said).item() / len(said), rel=EXACT)
-    assert losses.total.item() == losses.ce.item() and losses.aux.item() == 0
-    with_aux = tiny("rmsnorm", std=0.1, aux_weight=0.7)(idx, targets)
-    assert with_aux.ce.item() == losses.ce.item() and with_aux.aux.item() > 0
-    assert with_aux.total.item() == pytest.approx((with_aux.ce + with_aux.aux).item(), rel=EXACT)
+        assert_same(matrices(variant, 7), reference, variant)
 
 
 def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
@@ -151,8 +100,7 @@ def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
     assert l2.item() == pytest.approx(logits.norm(dim=-1).mean().item(), rel=1e-10)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# causality, RoPE, cache, generation
+# --- causality, RoPE, cache, generation
 
 
 @every_variant
@@ -166,21 +114,6 @@ def test_a_later_token_changes_no_earlier_logit(variant, phase):
             before, after = m(idx), m(changed)
             assert scale_of_difference(after[:, :t], before[:, :t]) <= EXACT
             assert scale_of_difference(after[:, t:], before[:, t:]) > 1e-3
-
-
-@given(shift=st.integers(1, 48), T=st.integers(2, 16), seed=st.integers(0, 2**16))
-def test_rope_is_relative(shift, T, seed):
-    """Moving all positions by the same number changes nothing; moving some of them does."""
-    model = tiny("rmsnorm", seed=seed, block_size=64, std=0.4, n_kv_head=2)
-    torch.manual_seed(seed)
-    attn, x = model.blocks[0].attn, torch.randn(2, T, 24, dtype=torch.float64)
-    with torch.no_grad():
-        here = attn(x, model.rope[:, :T])
-        # the tables are float32: an angle up to 64 is off by 4e-6, and the sharpest attention multiplies that
-        assert scale_of_difference(attn(x, model.rope[:, shift : shift + T]), here) <= 1e-3
-        late = model.rope[:, [*range(T - 1), T - 1 + shift]]
-        assert scale_of_difference(attn(x, late)[:, -1], here[:, -1]) > 1e-6
-        assert torch.equal(attn(x, late)[:, :-1], here[:, :-1])
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64, torch.float16])
@@ -334,82 +267,73 @@ def test_generation_stops_at_stop_id_row_by_row():
         assert set(ours[first:]) == {stop}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# each norm against its formula
+# --- each norm against its formula
 
 
-def forward_by_formula(model, idx, block, final):
-    """Logits of a model whose norms are written out in `block(i, b, x)` and `final(x)`."""
-    x = model.tok_emb(idx)
-    for i, b in enumerate(model.blocks):
-        x = block(i, b, x)
-    return F.linear(final(x), model.tok_emb.weight if model.lm_head is None else model.lm_head.weight)
+def plain_rms(h, weight, eps: float, bias=None):
+    """RMSNorm as the papers print it."""
+    y = h / torch.sqrt(h.pow(2).sum(-1, keepdim=True) / h.shape[-1] + eps) * weight
+    return y if bias is None else y + bias
 
 
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def plain_layernorm(h, weight, eps: float, bias=None):
+    """LayerNorm as the papers print it: RMSNorm of what is left when the mean is gone."""
+    return plain_rms(h - h.sum(-1, keepdim=True) / h.shape[-1], weight, eps, bias)
 
 
 def coupled_by_formula(model, idx, through: bool, from_layer: int):
     """DESIGN's CoupledNorm: sigma = r(x); a = x/sigma g1; h = x + attn(a); m = h/sigma g2; out = h +
     mlp(m)."""
-    rope = model.rope[:, : idx.shape[1]]
+    x, rope = model.tok_emb(idx), model.rope[:, : idx.shape[1]]
 
     def r(x):
         return torch.sqrt(x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + model.config.norm_eps)
 
-    def block(i, b, x):
+    for i, b in enumerate(model.blocks):
         sigma = r(x)
         h = x + b.attn.proj(b.attn(x / sigma * b.norm_attn.weight, rope))
         if i < from_layer:
             sigma = r(h)
         elif not through:
             sigma = sigma.detach()
-        return h + b.mlp.down(b.mlp.activation(h / sigma * b.norm_mlp.weight))
-
-    return forward_by_formula(model, idx, block, lambda x: x / r(x) * model.norm_final.weight)
+        x = h + b.mlp.down(b.mlp.activation(h / sigma * b.norm_mlp.weight))
+    return F.linear(x / r(x) * model.norm_final.weight, model.tok_emb.weight)
 
 
 @pytest.mark.parametrize("through", [False, True])
 @pytest.mark.parametrize("from_layer", [0, 1, 2])
 def test_coupled_norm_is_the_formula_with_a_constant_sigma_in_the_mlp_path(through, from_layer):
     model = tiny("coupled", n_layer=3, coupled_grad=through, coupled_from_layer=from_layer)
-    idx, targets = batch()
+    parameters, (idx, targets) = list(model.parameters()), batch()
 
     def by_formula(through):
         logits = coupled_by_formula(model, idx, through, from_layer)
-        return logits, gradients(model, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss, torch.autograd.grad(loss, parameters)
 
-    ours = gradients(model, model(idx, targets).total)
-    logits, theirs = by_formula(through)
+    losses = model(idx, targets)
+    ours = torch.autograd.grad(losses.total, parameters)
+    logits, loss, theirs = by_formula(through)
     assert scale_of_difference(model(idx), logits) <= EXACT
-    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
-    for name in ours:
-        assert scale_of_difference(ours[name], theirs[name]) <= EXACT, name
+    assert losses.total.item() == losses.ce.item() == pytest.approx(loss.item(), rel=EXACT)
+    assert all(scale_of_difference(a, b) <= EXACT for a, b in zip(ours, theirs, strict=True))
     # and the other choice of gradient is another gradient, with the same logits
-    other_logits, other = by_formula(not through)
+    other_logits, _, other = by_formula(not through)
     assert torch.equal(other_logits, logits)
-    assert max(scale_of_difference(ours[n], other[n]) for n in ours) > 1e-3
+    assert max(scale_of_difference(a, b) for a, b in zip(ours, other, strict=True)) > 1e-3
 
 
-def norm_by_hand(norm, h):
-    """DyT and Derf by Python's own tanh and erf."""
-    f = math.tanh if type(norm) is DyT else math.erf
-    s = norm.s.item() if type(norm) is Derf else 0.0
-    activated = [[f(norm.alpha.item() * x + s) for x in row] for row in h.tolist()]
-    return torch.tensor(activated, dtype=torch.float64) * norm.weight + norm.bias
-
-
-@pytest.mark.parametrize("variant", ["dyt", "derf"])
-def test_dyt_and_derf_are_their_formulas_and_learn_every_parameter(variant):
-    model, (idx, targets) = tiny(variant), batch()
-    h = 3 * torch.randn(7, 24, dtype=torch.float64)
+@pytest.mark.parametrize("variant, kind, function", [("dyt", DyT, math.tanh), ("derf", Derf, math.erf)])
+def test_dyt_and_derf_are_their_formulas_and_learn_every_parameter(variant, kind, function):
+    """By Python's own tanh and erf."""
+    model, h = tiny(variant), 3 * torch.randn(7, 24, dtype=torch.float64)
     for norm in (model.blocks[0].norm_attn, model.blocks[1].norm_mlp, model.norm_final):
-        assert type(norm) is {"dyt": DyT, "derf": Derf}[variant]
-        assert scale_of_difference(norm(h), norm_by_hand(norm, h)) <= 1e-14
-    model(idx, targets).total.backward()
+        assert type(norm) is kind
+        shift = norm.s.item() if kind is Derf else 0.0
+        activated = [[function(norm.alpha.item() * x + shift) for x in row] for row in h.tolist()]
+        wanted = torch.tensor(activated, dtype=torch.float64) * norm.weight + norm.bias
+        assert scale_of_difference(norm(h), wanted) <= 1e-14
+    model(*batch()).total.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
@@ -442,17 +366,6 @@ def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
     gate, up = gate_up.chunk(2, -1)
     wanted = gate * torch.sigmoid(gate) * up @ down.t()
     assert scale_of_difference(EagerSwiGLU.apply(gate_up, down), wanted) <= EXACT
-
-
-def test_a_watched_or_wrapped_down_is_called_in_training():
-    mlp, seen = tiny("cbwc").blocks[0].mlp, []
-    x = torch.randn(2, 3, 24, dtype=torch.float64)
-    y = mlp(x)
-    hook = mlp.down.register_forward_hook(lambda *_: seen.append(1))
-    assert scale_of_difference(mlp(x), y) <= EXACT and seen
-    hook.remove()
-    mlp.down = torch.nn.Sequential(mlp.down, torch.nn.Linear(24, 24, dtype=torch.float64))  # an adapter
-    assert scale_of_difference(mlp(x), mlp.down[1](y)) <= EXACT
 
 
 def test_the_mlp_under_autocast_is_as_exact_as_autograds():
@@ -512,31 +425,22 @@ def test_a_step_keeps_no_more_for_its_backward_than_it_must():
     assert 8 * D + 2 * F <= per_token <= 8 * D + 2 * F + 16, (per_token, 8 * D + 2 * F)
 
 
-LARGE_OFFSET = {  # norm of width 1024 by name -> (module, formula)
-    "RMSNorm": (lambda: RMSNorm(1024, 1e-6), plain_rms),
-    "RMSNorm with shift": (lambda: RMSNorm(1024, 1e-6, shift=True), plain_rms),
-    "LayerNorm": (lambda: LayerNorm(1024, 1e-6, shift=True), plain_layernorm),
-    "Taper norm": (lambda: Taper(RMSNorm(1024, 1e-6)), plain_rms),
-    "TaperLN norm": (lambda: Taper(LayerNorm(1024, 1e-6, shift=True)), plain_layernorm),
-    "Taper blend": (lambda: Taper(RMSNorm(1024, 1e-6)), plain_rms),
-    "TaperLN blend": (lambda: Taper(LayerNorm(1024, 1e-6, shift=True)), plain_layernorm),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LARGE_OFFSET)
-def test_statistics_are_float32_under_bfloat16_autocast(name, stream):
+@pytest.mark.parametrize("kind, shift", [(RMSNorm, False), (RMSNorm, True), (LayerNorm, True)])
+@pytest.mark.parametrize("phase", [None, "norm", "blend"])
+def test_statistics_are_float32_under_bfloat16_autocast(kind, shift, phase, stream):
     """A mean of 100 beside a spread of 1: rounded to bfloat16, the mean is off by up to a quarter of the
     spread."""
-    make, formula = LARGE_OFFSET[name]
-    norm, rng = make().train(), torch.Generator().manual_seed(0)
+    norm, rng = kind(1024, 1e-6, shift=shift), torch.Generator().manual_seed(0)
+    formula = plain_layernorm if kind is LayerNorm else plain_rms
     with torch.no_grad():
         norm.weight.copy_(1 + 0.3 * torch.randn(1024, generator=rng))
         if norm.bias is not None:
             norm.bias.copy_(0.2 * torch.randn(1024, generator=rng))
-    if isinstance(norm, Taper):
-        norm.phase = name.split()[1]
+    if phase is not None:
+        norm = Taper(norm)
+        norm.phase = phase
     offset = 100 + 10 * torch.randn(64, 1, generator=rng)
     h = (offset + torch.randn(64, 1024, generator=rng)).to(stream)[None]  # (1, 64, 1024)
     weight = norm.weight.detach().double()
@@ -569,62 +473,29 @@ def test_the_bare_statistics_are_float32_for_half_inputs_and_float64_stays(low):
         assert torch.allclose(ours.double(), f(h.to(low).double()), rtol=1e-6)  # a few float32 roundings
 
 
-# ---------------------------------------------------------------------------------------------------------
-# CBWC is LayerNorm
+# --- CBWC is LayerNorm
+
+LIKE_LAYERNORM = [
+    {}, {"tie_embeddings": False}, {"norm_bias": False}, {"n_kv_head": 2}, {"bias": True, "qk_norm": True},
+    {"positions": "learned", "mlp": "gelu", "bias": True},
+]  # fmt: skip
 
 
-def layernorm_and_cbwc(**more):
-    """The same parameters in both, the gains and shifts random, the weights with a mean to take off."""
-    pair = [Transformer(tiny_config(norm, **more)).double() for norm in ("layernorm", "cbwc")]
-    for model in pair:
-        randomize(model, seed=4, std=0.15)
-    assert same_state(*[dict(m.named_parameters()) for m in pair])
-    return pair
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"tie_embeddings": False},
-        {"norm_bias": False},
-        {"n_kv_head": 2},
-        {"bias": True, "qk_norm": True},
-        {"positions": "learned", "mlp": "gelu", "bias": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("more", LIKE_LAYERNORM, ids=str)
 def test_cbwc_training_is_layernorm_training(more):
-    losses = []
-    for model in layernorm_and_cbwc(**more):
-        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        run = []
-        for step in range(100):
-            loss = model(*batch(4, 16, seed=step % 5)).total
-            adamw.zero_grad()
-            loss.backward()
-            adamw.step()
-            run.append(loss.item())
-        losses.append(torch.tensor(run, dtype=torch.float64))
-    layernorm, cbwc = losses
-    assert (layernorm - cbwc).abs().max() <= 1e-9
-    assert layernorm[-1] < layernorm[0] - 1  # it did train
+    """From the same parameters: gains and shifts are random, and the weights have a mean to take off."""
+    layernorm, cbwc = (tiny(norm, seed=4, std=0.15, **more) for norm in ("layernorm", "cbwc"))
+    assert_same(*[dict(model.named_parameters()) for model in (layernorm, cbwc)])
+    how = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    wanted, found = (
+        adamw_losses(lambda step, model=model: model(*batch(4, 16, seed=step % 5)).total, model, 100, **how)
+        for model in (layernorm, cbwc)
+    )
+    assert (wanted - found).abs().max() <= 1e-9
+    assert wanted[-1] < wanted[0] - 1  # it did train
 
 
-def test_cbwc_logits_are_layernorms_and_its_stream_has_mean_zero():
-    layernorm, cbwc = layernorm_and_cbwc()
-    idx, targets = batch()
-    assert scale_of_difference(cbwc(idx), layernorm(idx)) <= EXACT
-    streams = [m(idx, targets).stream.mean(-1).abs().max().item() for m in (layernorm, cbwc)]
-    assert streams[0] > 0.1 and streams[1] < 1e-13
-    # without the centring RMSNorm is not LayerNorm
-    plain = Transformer(replace(cbwc.config, norm="rmsnorm")).double()
-    plain.load_state_dict({k: v for k, v in cbwc.state_dict().items() if not k.endswith("bias")})
-    assert scale_of_difference(plain(idx), layernorm(idx)) > 1e-2
-
-
-# ---------------------------------------------------------------------------------------------------------
-# files
+# --- files
 
 
 def save(model, path, meta=None, **more):
@@ -642,7 +513,7 @@ def test_every_form_survives_a_file(variant, form, dtype, tmp_path):
         again = load_model(save(model, tmp_path / "m.pt", meta))
         assert again.config == model.config and again.config.form == form
         assert again.meta == {**meta, "format": FORMAT} and not again.training
-        assert same_state(again.state_dict(), model.state_dict())
+        assert_same(again.state_dict(), model.state_dict())
         assert torch.equal(again(tokens(2, 16)), model(tokens(2, 16)))
 
 
@@ -661,7 +532,7 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
     path = save(model, tmp_path / "ckpt.pt", meta, **more)
     again = load_model(path)
     assert again.phase == phase and torch.equal(again.gate, model.gate)
-    assert same_state(again.state_dict(), model.state_dict())
+    assert_same(again.state_dict(), model.state_dict())
     assert torch.equal(again(idx), model.eval()(idx))
     for m in (model, again):
         m.train()
@@ -684,8 +555,6 @@ EDITED = {  # what is wrong -> (what takes the place of the file's own, None for
     "config that means nothing": ({"config": {"n_head": 5}}, "n_head=5"),
     "no heads": ({"config": {"n_head": 0}}, "n_head"),
     "no layers": ({"config": {"n_layer": 0}}, "n_layer"),
-    "negative layers": ({"config": {"n_layer": -1}}, "n_layer"),
-    "negative vocabulary": ({"config": {"vocab_size": -1}}, "vocab_size"),
     "text for a number": ({"config": {"n_embd": "24"}}, "n_embd"),
     "unknown form": ({"config": {"form": "melted"}}, "melted"),
     "unknown phase": ({"meta": {"phase": "melted"}}, "melted"),
@@ -722,18 +591,7 @@ def test_a_bad_file_is_one_line(case, tmp_path):
         load_model(path)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.99])
-def test_a_file_cut_short_is_one_line(share, tmp_path):
-    path = save(tiny(), tmp_path / "cut.pt")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(share * len(whole))])
-    with refuses("cut.pt"):
-        load_model(path)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# configurations that mean nothing
-
+# --- configurations that mean nothing
 
 MEANS_NOTHING = [
     ({"n_embd": 100, "n_head": 16}, "n_head=16"),
@@ -744,10 +602,9 @@ MEANS_NOTHING = [
     ({"norm": "batchnorm"}, "batchnorm"),
     ({"taper": "some"}, "some"),
     ({"form": "melted"}, "melted"),
-    ({"norm": "dyt", "taper": "internal"}, "with dyt use taper=none"),
     *(({"norm": n, "taper": "all"}, f"with {n} use taper=none") for n in ["coupled", "cbwc", "dyt", "derf"]),
     *(
-        ({"norm": n, "norm_bias": False}, "needs a norm with a shift")
+        ({"norm": n, "norm_bias": False}, "a norm with a shift")
         for n in ["rmsnorm", "coupled", "dyt", "derf"]
     ),
     ({"coupled_grad": True}, "coupled_grad=True needs norm=coupled"),

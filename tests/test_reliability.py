@@ -17,7 +17,8 @@ import faults
 import numpy as np
 import pytest
 import torch
-from running import ROOT, assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from conftest import ROOT, slow
+from running import assert_same, assert_same_run, final, flags, killed, launch, metrics, ran, refused, train
 
 import forms
 from forms import load_model
@@ -39,25 +40,18 @@ def short(corpus, tmp_path_factory, one_thread) -> Path:
     return out
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 def resume(out) -> list[str]:
     return ["--init_from=resume", f"--out_dir={out}"]
 
 
-def killed(argv, at: str, n: int):
-    """Run train.py until it kills itself at the n-th call of a fault point."""
-    process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
-    assert process.wait() == -signal.SIGKILL
+@pytest.fixture
+def copied(short, tmp_path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(short, tmp_path / "run")
 
 
-def ran(*argv, **how) -> tuple[int, str]:
-    """(exit status, what was said) of train.py in processes of its own."""
-    process = launch(*argv, stdout=-1, stderr=-2, **how)
-    said = process.communicate(timeout=300)[0]
-    return process.returncode, said
+def header(out) -> dict:
+    return json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
 
 
 def step_of(out) -> int:
@@ -110,29 +104,26 @@ def test_files_of_other_formats(short, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["bit", *(slow(x) for x in ("cut", "gone", "foreign"))])
-def test_the_previous_checkpoint_is_taken(short, corpus, tmp_path, damage, capsys):
+def test_the_previous_checkpoint_is_taken(short, copied, damage, capsys):
     """With one line; the run then ends as ever, and the damaged file never takes the place of the good
     one."""
-    out = tmp_path / "run"
-    shutil.copytree(short, out)
-    whole, steps = (out / "ckpt.pt").read_bytes(), step_of(out)
-    flipped, other = bytes([*whole[:9000], whole[9000] ^ 4, *whole[9001:]]), (out / "folded.pt").read_bytes()
-    (out / "ckpt.pt").write_bytes({"bit": flipped, "cut": whole[:-1], "gone": b"", "foreign": other}[damage])
+    ckpt, spare, other = (copied / name for name in ("ckpt.pt", "ckpt.prev.pt", "folded.pt"))
+    whole, before = ckpt.read_bytes(), read_file(spare)["progress"]["iter"]
+    assert before < step_of(copied)
+    flipped = bytes([*whole[:9000], whole[9000] ^ 4, *whole[9001:]])
+    ckpt.write_bytes({"bit": flipped, "cut": whole[:-1], "gone": b"", "foreign": other.read_bytes()}[damage])
     if damage == "gone":
-        (out / "ckpt.pt").unlink()
-    before = read_file(out / "ckpt.prev.pt")["progress"]["iter"]
-    assert before < steps
-    # before it saves
-    killed(resume(out), "before", 2)
-    assert read_file(out / "ckpt.prev.pt")["progress"]["iter"] == before
+        ckpt.unlink()
+    killed(resume(copied), "before", 2)  # before it saves
+    assert read_file(spare)["progress"]["iter"] == before
     capsys.readouterr()
-    train(*resume(out))
+    train(*resume(copied))
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"going on from step {before} of" in error and "ckpt.pt" in error
-    assert_same_run(short, out)
-    assert not list(out.glob("*.tmp"))
-    assert damage == "gone" or (out / "ckpt.bad.pt").exists()
-    train(*resume(out))
+    assert_same_run(short, copied)
+    assert not list(copied.glob("*.tmp"))
+    assert damage == "gone" or (copied / "ckpt.bad.pt").exists()
+    train(*resume(copied))
     assert capsys.readouterr().err == ""
 
 
@@ -183,9 +174,8 @@ def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeyp
     (tmp_path / "out/folded.pt").unlink()
     train("--init_from=resume", "--out_dir=out")
     assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
-    assert (tmp_path / "out/folded.pt").exists() and before == {
-        p.name: p.stat().st_mtime_ns for p in short.iterdir()
-    }
+    assert (tmp_path / "out/folded.pt").exists()
+    assert before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
 
 
 def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):
@@ -361,8 +351,7 @@ def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
     times, they go on from a checkpoint of two steps more, and end as the uninterrupted run. A start that
     fails uses up a restart."""
     knobs = {**SHORT, **TWO, "max_iters": 42, "gate_start": 14, "gate_end": 32, "ckpt_interval": 2}
-    status, said = ran(*flags(tmp_path / "run", corpus, **knobs), ranks=2)
-    assert status == 0, said
+    ran(*flags(tmp_path / "run", corpus, **knobs), ranks=2)
     fault = {"at": "before", "n": 4, "do": "kill", "rank": 1}
     again = flags(tmp_path / "again", corpus, **knobs, init_from="auto")
     process = launch(*again, ranks=2, restarts=20, fault=fault, stdout=-1, stderr=-2)
@@ -401,8 +390,7 @@ def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
     assert_same_run(short, tmp_path / "run")
     for name in ("unfused.pt", "folded.pt"):
         assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
-    logs = [(out / "metrics.jsonl").read_text().splitlines() for out in (short, tmp_path / "run")]
-    a, b = (json.loads(lines[0]) for lines in logs)
+    a, b = (header(out) for out in (short, tmp_path / "run"))
     assert {**a, "settings": 0} == {**b, "settings": 0}
 
 
@@ -415,12 +403,11 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path, at, 
     """At the log line of step 6, after the ranks have agreed to go on, or while they agree: they save the
     next step, and the run resumed ends the same."""
     knobs, fault = {**SHORT, **TWO}, {"at": at, "n": n, "do": "SIGTERM", "rank": rank}
-    status, said = ran(*flags(tmp_path / "cut", corpus, **knobs), ranks=2, fault=fault)
-    assert status != 0 and f"stopped by SIGTERM at step {step}" in said, said
-    assert f'File "{ROOT}/train.py' not in said and step_of(tmp_path / "cut") == step
-    for argv in (resume(tmp_path / "cut"), flags(tmp_path / "run", corpus, **knobs)):
-        status, said = ran(*argv, ranks=2)
-        assert status == 0, said
+    said = ran(*flags(tmp_path / "cut", corpus, **knobs), ranks=2, fault=fault, fails=True)
+    assert f"stopped by SIGTERM at step {step}" in said and f'File "{ROOT}/train.py' not in said, said
+    assert step_of(tmp_path / "cut") == step
+    ran(*resume(tmp_path / "cut"), ranks=2)
+    ran(*flags(tmp_path / "run", corpus, **knobs), ranks=2)
     assert_same_run(tmp_path / "run", tmp_path / "cut")
 
 
@@ -437,8 +424,8 @@ def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     before = {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
-    status, said = ran(*resume("run"), ranks=2, script=tmp_path / "apart.py")
-    assert status != 0 and f'File "{ROOT}/train.py' not in said, said
+    said = ran(*resume("run"), ranks=2, script=tmp_path / "apart.py", fails=True)
+    assert f'File "{ROOT}/train.py' not in said, said
     assert "the ranks found checkpoints of steps 20 to 24 in run: it was being written; start again" in said
     assert before == {p: p.read_bytes() for p in tmp_path.glob("*/run/*")}
 
@@ -462,21 +449,20 @@ DAMAGED_LINES = [
 
 
 @pytest.mark.parametrize("line, n", DAMAGED_LINES)
-def test_a_damaged_log_is_not_thrown_away(short, tmp_path, capsys, line, n):
-    shutil.copytree(short, out := tmp_path / "run")
-    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_bytes(b"".join([*lines[: n - 1], line, *lines[n:]]))
-    before = (out / "metrics.jsonl").read_bytes()
-    error = refused(capsys, *resume(out))
+def test_a_damaged_log_is_not_thrown_away(copied, capsys, line, n):
+    log = copied / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([*lines[: n - 1], line, *lines[n:]])
+    log.write_bytes(damaged)
+    error = refused(capsys, *resume(copied))
     assert f"metrics.jsonl:{n} is damaged" in error and "mend or remove that line" in error
-    assert (out / "metrics.jsonl").read_bytes() == before
-    (out / "metrics.jsonl").unlink()
-    train(*resume(out))
+    assert log.read_bytes() == damaged
+    log.unlink()
+    train(*resume(copied))
     assert "metrics.jsonl is gone; the log begins anew at step 24" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, monkeypatch, capsys):
-    shutil.copytree(short, out := tmp_path / "run")
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(copied, monkeypatch, capsys):
     for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("can't allocate memory")):
 
         def failing(*_, error=error, **__):
@@ -484,9 +470,9 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(short, tmp_path, m
 
         with monkeypatch.context() as patch:
             patch.setattr(torch, "load", failing)
-            assert "damaged" not in refused(capsys, *resume(out))
-        assert not (out / "ckpt.bad.pt").exists()
-    train(*resume(out))
+            assert "damaged" not in refused(capsys, *resume(copied))
+        assert not (copied / "ckpt.bad.pt").exists()
+    train(*resume(copied))
 
 
 def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
@@ -503,15 +489,13 @@ def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
         assert "without a checkpoint (config.json); remove it" in said
 
 
-def test_an_optimizer_that_has_forgotten_is_refused(short, tmp_path, capsys):
-    for change in (
-        lambda c: c["optimizer"].update(state={}),
-        lambda c: c["progress"]["totals"].fill_(float("nan")),
-    ):
-        shutil.copytree(short, out := tmp_path / f"{len(list(tmp_path.iterdir()))}")
-        change(ckpt := final(out))
-        torch.save(ckpt, out / "ckpt.pt")
-        assert "ckpt.pt is damaged" in refused(capsys, *resume(out))
+def test_an_optimizer_that_has_forgotten_is_refused(short, copied, capsys):
+    totals = final(short)["progress"]["totals"]
+    for part, forgotten in (("optimizer", {"state": {}}), ("progress", {"totals": totals * torch.nan})):
+        ckpt = final(short)
+        ckpt[part] |= forgotten
+        torch.save(ckpt, copied / "ckpt.pt")
+        assert "ckpt.pt is damaged" in refused(capsys, *resume(copied))
 
 
 @pytest.mark.slow
@@ -528,14 +512,14 @@ def test_what_lies_behind_the_checkpoint_in_a_log_does_not_matter(short, corpus,
     assert_same_run(short, out)
 
 
-def test_lines_that_are_missing_from_the_log_are_told(short, tmp_path, capsys):
-    shutil.copytree(short, out := tmp_path / "run")
-    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
+def test_lines_that_are_missing_from_the_log_are_told(copied, capsys):
+    log = copied / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:3] + lines[5:]))
     for _ in range(2):
         capsys.readouterr()
-        train(*resume(out))
-        assert capsys.readouterr().err == f"train.py: {out}/metrics.jsonl has 6 lines up to step 24 of 8\n"
+        train(*resume(copied))
+        assert capsys.readouterr().err == f"train.py: {log} has 6 lines up to step 24 of 8\n"
 
 
 def test_files_of_others_stay(corpus, tmp_path):
@@ -554,8 +538,8 @@ def test_files_of_others_stay(corpus, tmp_path):
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
     out, fault = tmp_path / "run", {"at": "before", "n": 7, "do": signals}
-    left, said = ran(*flags(out, corpus, **SHORT), fault=fault)
-    assert left == status and step_of(out) == (7 if status == 143 else 5), said
+    process = launch(*flags(out, corpus, **SHORT), fault=fault, stdout=-3, stderr=-3)
+    assert process.wait(timeout=300) == status and step_of(out) == (7 if status == 143 else 5)
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])
@@ -582,18 +566,18 @@ HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "
           {"RANK": "abc"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}]  # fmt: skip
 
 
-@pytest.mark.parametrize("told", HALVES)
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("told", [*HALVES, *(half | MASTER for half in HALVES[:-1])])
 def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, told):
     """An environment that names a rank where no torchrun started one: training as rank 1 would write
     nothing."""
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    for more in {}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"} if told.get("LOCAL_RANK") != "1" else {}:
-        for name, value in more.items():
-            monkeypatch.setenv(name, value)
-        error = refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
-        assert "start with torchrun, or unset" in error and all(f"{n}={v}" in error for n, v in told.items())
-    assert not (tmp_path / "run").exists()
+    error = refused(capsys, *flags(tmp_path / "run", corpus, **SHORT))
+    assert "start with torchrun, or unset" in error and not (tmp_path / "run").exists()
+    assert all(f"{name}={value}" in error for name, value in told.items() if name not in MASTER)
 
 
 @pytest.mark.parametrize("step", [0, slow(1)])
@@ -648,7 +632,7 @@ def test_a_run_that_goes_on_otherwise_says_so(short, corpus, tmp_path, monkeypat
     train(*resume(out))
     error = capsys.readouterr().err
     assert "going on with processor another in place of " in error and "not the same run to the bit" in error
-    (again,) = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["resumed"]
+    (again,) = header(out)["resumed"]
     assert again["iter"] == 15
     assert (again["versions"]["dtype"], again["versions"]["processor"]) == ("float32", "another")
 
@@ -661,12 +645,12 @@ def test_nothing_is_left_of_who_logged_but_saved_nothing(corpus, tmp_path):
     killed(argv, "before", 5)
     assert step_of(tmp_path / "run") == 0
     train(*argv, "--dtype=float64")
-    head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
-    assert head["versions"]["dtype"] == "float64" and head["resumed"] == []
+    begun = header(tmp_path / "run")
+    assert begun["versions"]["dtype"] == "float64" and begun["resumed"] == []
 
 
 @pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show(corpus, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
-    status, said = ran(*flags(tmp_path / "é", corpus, **SHORT), env=env)
-    assert status == 0 and r"\xe9" in said and "Traceback" not in said
+    said = ran(*flags(tmp_path / "é", corpus, **SHORT), env=env)
+    assert r"\xe9" in said and "Traceback" not in said
