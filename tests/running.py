@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from nanonorm.errors import one_line_errors
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(
     n_layer=2, n_embd=32, n_head=4, block_size=32, batch_size=4, device="cpu",
@@ -23,22 +25,40 @@ def flags(out_dir, corpus, **knobs) -> list[str]:
     return [f"--{k}={v}" for k, v in {**TINY, "dataset": corpus, "out_dir": out_dir, **knobs}.items()]
 
 
-def train(*argv, expect=0, program="train.py"):
-    """Run train.py in this process; returns the exit status. `expect=None` takes any."""
-    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+def exit_status(main, program, *argv):
+    """What a command leaves with whose main() is called in this process; 0 if that just returns."""
+    saved = sys.argv
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     sys.argv = [str(ROOT / program), *map(str, argv)]
-    status = 0
     try:
-        runpy.run_path(str(ROOT / program), run_name="__main__")
+        with one_line_errors():
+            return main() or 0
     except SystemExit as e:
-        status = e.code
+        return e.code
     finally:
         sys.argv = saved
         torch.set_flush_denormal(False)  # train.py's own, for its process
         for s, handler in handlers.items():
             signal.signal(s, handler)
+
+
+def train(*argv, expect=0, program="train.py"):
+    """Run train.py in this process; returns the exit status. `expect=None` takes any."""
+
+    def run():
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    status = exit_status(run, program, *argv)
     assert expect is None or status == expect
     return status
+
+
+def said_by(*words, **how) -> str:
+    """What a Python program prints in a process of its own, where it must succeed."""
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300} | how
+    done = subprocess.run([sys.executable, *map(str, words)], **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **popen):
@@ -120,11 +140,16 @@ def assert_same_run(a, b):
     assert metrics(a) == metrics(b)
 
 
-def assert_goes_on_from(step: int, run: Path, again: Path):
-    """A copy of a run, resumed from its checkpoint before the last, ends as the run did."""
+def cut_back(step: int, run: Path, again: Path):
+    """Copy a run as a kill leaves it after its checkpoint before the last, which is of that step."""
     shutil.copytree(run, again)
     (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
     assert final(again)["progress"]["iter"] == step
+
+
+def assert_goes_on_from(step: int, run: Path, again: Path):
+    """A copy of a run, resumed from its checkpoint before the last, ends as the run did."""
+    cut_back(step, run, again)
     train("--init_from=resume", f"--out_dir={again}")
     assert_same_run(run, again)
 

@@ -4,16 +4,18 @@ import itertools
 import json
 import sys
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import refuses, same_state
 
 import bench
 from forms import FOLD_TOLERANCE, FORMS, fold, load_model, unfuse
 from model import ModelConfig, Transformer
 from nanonorm import timing
-from nanonorm.errors import BadInput, ModelError
+from nanonorm.errors import BadInput
 from nanonorm.hub import write_pretrained
 
 SHAPE = dict(vocab_size=64, block_size=32, n_layer=2, n_head=4, n_embd=32)
@@ -32,7 +34,6 @@ def run(capsys, *argv):
 @pytest.fixture
 def folder(tmp_path):
     """A run folder with the two exports of a tapered model with random gains."""
-    torch.manual_seed(0)
     model = bench.random_model(ModelConfig(**SHAPE, taper="internal"), CPU)
     for form in (unfuse(model), fold(model)):
         torch.save(form.to_file({}), tmp_path / f"{form.config.form}.pt")
@@ -59,7 +60,6 @@ def test_table_and_json(capsys, tmp_path, decode):
 @pytest.mark.parametrize("columns", [False, True])
 def test_all_variants_lie_in_memory_as_the_runs_own(columns, tmp_path):
     """A loaded GPT-2 has its matrices as (in, out): its random rivals and the floor too."""
-    torch.manual_seed(0)
     model = bench.random_model(ModelConfig(**SHAPE, norm="layernorm"), CPU)
     if columns:
         bench.laid_out(model, True)
@@ -85,7 +85,7 @@ def test_a_figure_is_drawn(capsys, tmp_path, flags):
 def test_figure_without_matplotlib_is_refused_before_timing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "build", lambda *_: pytest.fail("went on"))
-    with pytest.raises(BadInput, match="pip install matplotlib"):
+    with refuses("pip install matplotlib"):
         bench.main([*QUICK, *FLAGS, "--figure=bars.png"])
 
 
@@ -94,12 +94,10 @@ def test_operator_counts(capsys):
     names = ("baseline", "weightless", "unfused", "folded", "all_unfused", "all_folded", "layernorm",
              "coupled", "coupled_folded", "cbwc", "cbwc_folded", "dyt", "derf")  # fmt: skip
     _, report = run(capsys, *FLAGS, f"--variants={','.join(names)}")
-    work = {r["variant"]: r["work"] for r in report["rows"]}
-    assert work["all_folded"] < work["folded"] < work["unfused"] <= work["baseline"]
-    assert work["weightless"] < work["baseline"]
+    work, n = {r["variant"]: r["work"] for r in report["rows"]}, SHAPE["n_layer"]
+    assert work["all_folded"] < work["folded"] < work["unfused"] <= work["baseline"] > work["weightless"]
     assert work["coupled_folded"] < work["coupled"] and work["cbwc_folded"] < work["cbwc"]
-    assert work["floor"] == 5 * SHAPE["n_layer"] + 1 == min(work.values())
-    n = SHAPE["n_layer"]
+    assert work["floor"] == 5 * n + 1 == min(work.values())
     assert work["unfused"] - work["folded"] == 2 * n  # one scaling a tapered norm
     pairs = [pair for pair in report["differences"] if " = " in pair]
     assert len(pairs) == 5  # weightless, folded, all_folded, coupled_folded, cbwc_folded
@@ -144,7 +142,7 @@ def test_gain_that_was_left_out_is_caught(monkeypatch):
         return fold(model)
 
     monkeypatch.setitem(FORMS, "folded", forgetful)
-    with pytest.raises(BadInput, match="folded = unfused does not hold"):
+    with refuses("folded = unfused does not hold"):
         bench.main([*QUICK, *FLAGS, "--variants=unfused,folded"])
 
 
@@ -154,19 +152,18 @@ def test_logits_that_are_not_finite_are_refused(capsys, folder):
     model.blocks[0].mlp.down.weight.data.fill_(1e30)
     model.blocks[0].mlp.gate_up.weight.data.fill_(1e30)
     torch.save(model.to_file({}), folder / "unfused.pt")
-    with pytest.raises(BadInput, match="not finite"):
+    with refuses("not finite"):
         bench.main([*QUICK, str(folder)])
 
 
 def test_run_folder_is_what_is_timed(capsys, folder):
     shape, run_models = ModelConfig(**SHAPE, taper="internal"), bench.load_models(folder)
     models = bench.build(("unfused", "folded"), shape, run_models, CPU, torch.float32, 0)
-    for form in models:
-        saved, built = torch.load(folder / f"{form}.pt")["state"], models[form].state_dict()
-        assert saved.keys() == built.keys() and all(torch.equal(saved[n], built[n]) for n in saved)
+    for form, model in models.items():
+        assert same_state(torch.load(folder / f"{form}.pt")["state"], model.state_dict())
     text, report = run(capsys, str(folder))
     assert str(folder) in text and report["model"]["n_embd"] == 32
-    with pytest.raises(BadInput, match="folded form alone"):
+    with refuses("folded form alone"):
         bench.main([*QUICK, str(folder / "folded.pt"), "--variants=baseline,unfused"])
 
 
@@ -195,13 +192,6 @@ def test_a_hugging_face_folder_is_timed(capsys, tmp_path):
     write_pretrained(model.to_file({}), tmp_path)
     text, report = run(capsys, str(tmp_path))
     assert report["model"]["norm_eps"] == 1e-5 and str(tmp_path) in text
-
-
-def test_exports_of_two_different_runs_are_refused(folder):
-    other = bench.random_model(ModelConfig(**SHAPE, taper="internal"), CPU)
-    torch.save(fold(other).to_file({}), folder / "folded.pt")
-    with pytest.raises(BadInput, match="folded = unfused does not hold"):
-        bench.main([*QUICK, str(folder)])
 
 
 def test_rounds_are_shuffled_and_warmup_is_dropped(monkeypatch):
@@ -235,12 +225,9 @@ def test_decode_repeats_the_same_step():
         ["--qk_norm=True", "--taper=internal", "--taper_qk=True", "--head_dim=6", "--n_kv_head=1"],
         ["--norm=coupled", "--mlp=gelu_erf", "--qkv_bias=True", "--dropout=0.1"],
         ["--norm=cbwc", "--bias=True", "--rope_scaling=8,1,4,16"],
-        ["--norm=cbwc"],
         ["--norm=layernorm", "--taper=all", "--taper_from_layer=1"],
-        ["--norm=dyt"],
         ["--norm=derf", "--dyt_alpha=1,1,2"],
         ["--norm=layernorm", "--norm_bias=False"],
-        ["--taper=all"],
         ["--n_kv_head=2", "--tie_embeddings=False"],
         ["--norm=coupled", "--coupled_from_layer=1", "--variants=cbwc,coupled,baseline"],
     ],
@@ -259,12 +246,9 @@ def test_shapes_and_defaults(capsys, flags):
         (["no/such/run"], "no/such/run"),
         (["--variants=baseline,folde"], "one or more of baseline, weightless"),
         (["--seq=64"], "block_size=32"),
-        (["--n_embdd=3"], "did you mean 'n_embd'"),
         (["--runtimes=graph"], "need a GPU"),
-        (["--device=tpu"], "device=tpu"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
         (["--figure=bars.pdf"], ".png file in a folder that exists"),
-        (["--speedups=no/such/x.png"], ".png file in a folder that exists"),
         (["--speedups=x.png", "--seq=8,16"], "name one --seq, not 2"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
@@ -276,18 +260,16 @@ def test_bad_input(argv, says, folder):
     (folder / "empty").mkdir()
     places = {"RUN": str(folder), "EMPTY": str(folder / "empty")}
     argv = [places.get(word, word) for word in argv]
-    with pytest.raises((BadInput, ModelError), match=says):
+    with refuses(says):
         bench.main([*(FLAGS if argv[0].startswith("--") else []), *QUICK, *argv])
 
 
 def test_missing_compiler_is_one_line(monkeypatch):
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def fail(*_):
-        raise InvalidCxxCompiler()
-
+    fail = Mock(side_effect=InvalidCxxCompiler())
     monkeypatch.setattr(bench, "in_runtime", lambda name, _, step: fail if name == "compiled" else step)
-    with pytest.raises(BadInput, match="install g"):
+    with refuses("install g"):
         bench.main([*QUICK, *FLAGS, "--runtimes=compiled"])
 
 
@@ -301,7 +283,6 @@ def test_compiled(capsys, mode):
 
 def test_random_models_stay_finite_at_the_papers_width():
     """At gate 0 nothing holds the scale of an untrained network; over 8 blocks of 512 it once overflowed."""
-    torch.manual_seed(0)
     model = bench.random_model(ModelConfig(n_embd=512, vocab_size=500, taper="all"), CPU)
     logits = model(torch.randint(500, (1, 64)))
     assert logits.isfinite().all() and logits.abs().max() < 1e3

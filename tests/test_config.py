@@ -3,12 +3,11 @@
 import dataclasses
 import errno
 import importlib
-import itertools
+import io
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -27,13 +26,13 @@ from config import Config, free_on_resume, gpt2
 from model import ModelConfig, ModelKnobs, Transformer
 from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, folder_name
 from nanonorm.knobs import Anew, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
 from nanonorm.split import other_split
-from nanonorm.typed import check, in_words
+from nanonorm.typed import in_words
 from scripts.plan import shape_of
 
 KNOBS = [f.name for f in dataclasses.fields(Config)]
@@ -56,42 +55,33 @@ def write(folder, name: str, text: str) -> str:
     return str(folder / name)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the knobs
-
-
-def test_every_knob_has_a_type_a_comment_and_a_place_in_help(capsys):
-    notes = comments(Config)
-    assert list(notes) == KNOBS
-    print_help(Config, "usage: python train.py")
-    lines = capsys.readouterr().out.split("\n")
-    assert lines[0] == "usage: python train.py"
-    for f in dataclasses.fields(Config):
-        assert len(notes[f.name].strip()) > 3, f.name
-        at = lines.index(f"  --{f.name}={f.default}")
-        assert notes[f.name] in lines[at + 1] and f"[{in_words(HINTS[f.name])}]" in lines[at + 1]
-    assert sum(line.startswith("  --") for line in lines) == len(KNOBS)
+# --- the knobs
 
 
 COMMANDS = {
-    "sample": "Sample", "bench": "Bench", "data.stdlib.prepare": "Knobs", "data.tinystories.prepare": "Knobs",
-    "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs", "scripts.evaluate": "Evaluate",
-    "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.couple": "Couple",
-    "scripts.sweep": "Sweep", "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs",
-    "scripts.foldable": "Foldable", "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
-    "scripts.speed.where": "Where", "scripts.studies.gpt2": "Knobs", "scripts.studies.couple": "Knobs",
-    "scripts.studies.gaps": "Knobs", "scripts.studies.alphas": "Knobs",
+    "config": "Config", "sample": "Sample", "bench": "Bench", "data.stdlib.prepare": "Knobs",
+    "data.tinystories.prepare": "Knobs", "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs",
+    "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.evaluate": "Evaluate",
+    "scripts.couple": "Couple", "scripts.sweep": "Sweep", "scripts.foldable": "Foldable",
+    "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts", "scripts.speed.where": "Where",
+    "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs", "scripts.studies.gpt2": "Knobs",
+    "scripts.studies.couple": "Knobs", "scripts.studies.gaps": "Knobs", "scripts.studies.alphas": "Knobs",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_every_command_explains_every_knob(module, capsys):
+def test_every_knob_of_a_command_has_a_type_a_comment_and_a_place_in_help(module, capsys):
     """Also one that is written over several lines."""
     knobs = getattr(importlib.import_module(module), COMMANDS[module])
-    notes = comments(knobs)
-    assert all(len(notes[f.name].strip()) > 3 for f in dataclasses.fields(knobs))
-    print_help(knobs, "usage")
-    assert capsys.readouterr().out.count("\n  --") == len(dataclasses.fields(knobs))
+    notes, kinds = comments(knobs), get_type_hints(knobs, include_extras=True)
+    print_help(knobs, "usage: python train.py")
+    first, *lines = capsys.readouterr().out.split("\n")
+    assert first == "usage: python train.py" and list(notes) == [f.name for f in dataclasses.fields(knobs)]
+    for f in dataclasses.fields(knobs):
+        said = lines[lines.index(f"  --{f.name}={f.default}") + 1]
+        assert said.endswith(f"{notes[f.name]} [{in_words(kinds[f.name])}]")
+        assert len(notes[f.name].strip()) > 3, f.name
+    assert sum(line.startswith("  --") for line in lines) == len(notes)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -102,9 +92,7 @@ def test_help_prints_and_leaves_with_status_0(flag, capsys):
 
 
 def test_every_default_is_of_its_type_and_in_range():
-    for f in dataclasses.fields(Config):
-        value = check(HINTS[f.name], f.default)
-        assert value == f.default and type(value) is type(f.default), f.name
+    assert not [f.name for f in dataclasses.fields(Config) if not in_range(HINTS[f.name], f.default)]
 
 
 def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
@@ -113,8 +101,7 @@ def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
     assert set(KNOBS) >= free_on_resume() and not free_on_resume() & computed
 
 
-# ---------------------------------------------------------------------------------------------------------
-# flags
+# --- flags
 
 
 @pytest.mark.parametrize(
@@ -125,14 +112,10 @@ def test_what_may_change_on_resume_exists_and_changes_nothing_computed():
         ("--max_iters=2_000", "max_iters", 2000),
         ("--tie_embeddings=False", "tie_embeddings", False),
         ("--compile=None", "compile", None),
-        ("--compile=True", "compile", True),
         ("--n_kv_head=4", "n_kv_head", 4),
-        ("--warmup_iters=0", "warmup_iters", 0),
         ("--out_dir=a=b", "out_dir", "a=b"),
         ("--out_dir=007", "out_dir", "007"),
         ("--out_dir=None", "out_dir", None),
-        ("--wandb_run_name=None", "wandb_run_name", None),
-        ("--wandb_run_name=lr=3e-4", "wandb_run_name", "lr=3e-4"),
         ("--dataset=", "dataset", ""),
         ("--norm=derf", "norm", "derf"),
     ],
@@ -151,31 +134,19 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
     [
         ("--n_layer=2.0", "n_layer must be an int from 1 to 4096, not '2.0'"),
         ("--n_layer=True", "n_layer must be an int from 1 to 4096, not 'True'"),
-        ("--n_layer=two", "n_layer must be an int from 1 to 4096, not 'two'"),
         ("--n_layer=0", "n_layer must be an int from 1 to 4096, not '0'"),
-        ("--n_layer=-3", "n_layer must be an int from 1"),
-        ("--n_layer=None", "n_layer must be an int from 1"),
         ("--n_layer=", "n_layer must be an int from 1 to 4096, not ''"),
         ("--vocab_size=20000000", "vocab_size must be an int from 2 to 16777216 or None, not '20000000'"),
         ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
-        ("--tie_embeddings=true", "tie_embeddings must be True or False, not 'true'"),
         ("--compile=0", "compile must be True or False or one of regional or None"),
         ("--grad_clip=-0.5", "grad_clip must be a number >= 0"),
         ("--grad_clip=nan", "grad_clip must be a number"),
-        ("--grad_clip=inf", "grad_clip must be a number"),
         ("--grad_clip=1e999", "grad_clip must be a number"),
-        ("--grad_clip=-1e999", "grad_clip must be a number"),
-        ("--grad_clip=True", "grad_clip must be a number"),
-        ("--grad_clip=1j", "grad_clip must be a number"),
-        (f"--learning_rate=1{'0' * 400}", "learning_rate must be a number"),
         ("--norm_eps=0", "norm_eps must be a number >= 1e-30"),
         ("--beta2=1", "beta2 must be a number from 0.0 to 0.999999"),
-        ("--ema_rate=1.5", "ema_rate must be a number"),
         ("--norm=RMSNorm", "norm must be one of rmsnorm, layernorm, coupled, cbwc, dyt, derf, not 'RMSNorm'"),
         ("--taper=None", "taper must be one of none, internal, final, all"),
-        ("--dtype=float16", "dtype must be one of auto, float32, bfloat16, float64"),
         ("--gate_strat=3", "unknown key 'gate_strat'; did you mean 'gate_start'?"),
-        ("--n_heads=3", "unknown key 'n_heads'; did you mean 'n_head'?"),
         ("--zzzzzzzz=3", "unknown key 'zzzzzzzz'; --help lists the keys"),
         ("--=3", "unknown key ''"),
         ("--compile", "flags are written --key=value"),
@@ -187,25 +158,14 @@ def test_a_bad_flag_is_one_line_that_names_it_and_what_was_wanted(flag, wanted):
     assert "command line" in message or flag in message
 
 
-def leaves(hint) -> set:
-    """The plain types that a knob may have after parsing."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return set().union(*(leaves(h) for h in get_args(hint)))
-    if get_origin(hint) is Annotated:
-        return leaves(get_args(hint)[0])
-    if get_origin(hint) is tuple:
-        return {tuple}
-    return {str} if get_origin(hint) is Literal else {hint}
-
-
 def bare(hint):
-    """(the type, what limits it: a Range, AS_TUPLE, a table of names, or None) of an annotated one: without
-    the facts beside it."""
+    """(the type, what limits it: a Range, AS_TUPLE, a table of names, or None) of an annotated one."""
     facts = [fact for fact in hint.__metadata__ if not isinstance(fact, Needs | Anew | Since)]
     return get_args(hint)[0], next(iter(facts), None)
 
 
 def in_range(hint, value) -> bool:
+    """Whether a value is of the very type that a hint names, and within what limits it."""
     if get_origin(hint) in (Union, types.UnionType):
         return any(in_range(h, value) for h in get_args(hint))
     if get_origin(hint) is Annotated:
@@ -215,10 +175,10 @@ def in_range(hint, value) -> bool:
         if limit is None:
             return in_range(base, value)
         if isinstance(limit, OneOf):
-            return value in limit.table()
+            return type(value) is str and value in limit.table()
         return type(value) is base and limit.low <= value <= limit.high
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return type(value) is str and value in get_args(hint)
     return type(value) is hint
 
 
@@ -236,6 +196,7 @@ numbers = st.one_of(integers, st.floats(), st.booleans(), st.none()).map(repr)
 @example(name="grad_clip", text="{{}}")
 @example(name="n_layer", text="0x" + "f" * 5000)  # an int too long to be printed in decimal
 @example(name="learning_rate", text="-0b" + "1" * 20000)
+@example(name="learning_rate", text="1" + "0" * 400)
 @example(name="n_layer", text="9" * 5000)
 @example(name="n_layer", text="(" * 500)
 @example(name="n_layer", text="-" * 100_000 + "1")
@@ -251,7 +212,7 @@ def test_any_text_sets_a_value_of_the_declared_type_or_is_refused_in_one_line(na
         assert "\n" not in message and name in message and len(message) < 400
         return
     value = getattr(config, name)
-    assert type(value) in leaves(HINTS[name]) and in_range(HINTS[name], value)
+    assert in_range(HINTS[name], value)
     assert not isinstance(value, float) or math.isfinite(value)
     assert explicit == {name}
 
@@ -259,10 +220,9 @@ def test_any_text_sets_a_value_of_the_declared_type_or_is_refused_in_one_line(na
 @pytest.mark.parametrize("text", ["'\\d'", "1if", "1is 2", "(1)(2)"])
 def test_a_refused_flag_prints_nothing_beside_its_line(text):
     """Python's own warnings about odd literals are not for the reader of one line on stderr."""
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as shown:
         refused(f"--n_layer={text}")
-    assert [str(w.message) for w in shown] == []
+    assert not shown
 
 
 def values(hint):
@@ -292,15 +252,13 @@ def values(hint):
 
 @given(name=st.sampled_from(KNOBS), data=st.data())
 def test_a_value_survives_its_own_text(name, data):
-    """str(value) of any good value parses to that value: what a sweep or a resumed run writes, it can
-    read."""
+    """str(value) of any good value parses to it: what a sweep or a resumed run writes, it can read."""
     value = data.draw(values(HINTS[name]))
     parsed = getattr(set_by(f"--{name}={value}"), name)
     assert parsed == value and type(parsed) is type(value)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# files
+# --- files
 
 
 def test_files_in_order_then_flags_wherever_they_stand(tmp_path):
@@ -313,21 +271,14 @@ def test_files_in_order_then_flags_wherever_they_stand(tmp_path):
     assert words == [a, b]
     assert parse(Config, [b, a], files=True)[0].n_layer == 3
     assert config.out_dir == Config().out_dir
-
-
-def test_positional_words_are_left_alone_without_files():
-    config, explicit, words = parse(Config, ["out/a", "--seed=3", "b"])
+    config, explicit, words = parse(Config, ["out/a", "--seed=3", "b"])  # what are no files is left alone
     assert words == ["out/a", "b"] and explicit == {"seed"} and config.seed == 3
 
 
-names_of_modules = itertools.count()
-
-
 def test_a_file_may_start_from_another(tmp_path, monkeypatch):
-    base = f"base_run_{next(names_of_modules)}"
     monkeypatch.syspath_prepend(str(tmp_path))
-    write(tmp_path, f"{base}.py", "n_layer = 3\nn_embd = 64\n_tokens = 7\nmax_iters = _tokens * 10\n")
-    child = write(tmp_path, "child.py", f"from {base} import *\n\nn_embd = 2 * n_embd  # twice as wide\n")
+    write(tmp_path, "base_run.py", "n_layer = 3\nn_embd = 64\n_tokens = 7\nmax_iters = _tokens * 10\n")
+    child = write(tmp_path, "child.py", "from base_run import *\n\nn_embd = 2 * n_embd  # twice as wide\n")
     config, explicit, _ = parse(Config, [child], files=True)
     assert (config.n_layer, config.n_embd, config.max_iters) == (3, 128, 70)
     assert explicit == {"n_layer", "n_embd", "max_iters"}
@@ -350,25 +301,18 @@ BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
     ("import no_such_module_at_all\n", "{path}:1: ModuleNotFoundError"),
     ("n_layers = 3\n", "{path}: unknown key 'n_layers'; did you mean 'n_layer'?"),
     ("from math import pi\n", "{path}: unknown key 'pi'"),
-    ("def f(): pass\n", "{path}: unknown key 'f'"),
     ("n_layer = 2.0\n", "{path}: n_layer must be an int from 1 to 4096, not '2.0'"),
-    ("n_layer = True\n", "{path}: n_layer must be an int from 1 to 4096, not 'True'"),
     ("n_layer = '2'\n", "{path}: n_layer must be an int from 1 to 4096, not '2'"),
     ("n_layer = [2]\n", "{path}: n_layer must be an int from 1 to 4096, not '[2]'"),
     ("n_layer = 16 ** 5000\n", "{path}: n_layer must be an int from 1"),
     ("grad_clip = float('nan')\n", "{path}: grad_clip must be a number"),
-    ("grad_clip = float('inf')\n", "{path}: grad_clip must be a number"),
-    ("grad_clip = 10 ** 400\n", "{path}: grad_clip must be a number"),
-    ("norm = 3\n", "{path}: norm must be one of"),
     ("norm = []\n", "{path}: norm must be one of"),
     ("out_dir = 3\n", "{path}: out_dir must be text or None, not '3'"),
-    ("dataset = None\n", "{path}: dataset must be text"),
     ("ROWS = {'a': {}, 'bc': {}}\n", "{path} is a table of runs; name one of its rows, as in {path}:a"),
     ("ROWS = {'a': 3}\n", "{path} is no table of runs"),
     ("ROWS = {3: {'seed': 3}}\n", "{path} is no table of runs"),
     ("tie_embeddings = 0\n", "{path}: tie_embeddings must be True or False"),
     ("raise ValueError('two\\nlines')\n", "{path}:1: ValueError"),
-    ("  n_layer = 2\n", "{path}:1: unexpected indent"),
     ("n_layer = 2\nx = '''\n", "{path}:2: unterminated"),
     ("n_layer = '\0'\n", "{path}:"),
 ]
@@ -377,15 +321,13 @@ BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
 @pytest.mark.parametrize("text, wanted", BAD_CONFIGS, ids=[repr(t) for t, _ in BAD_CONFIGS])
 def test_a_bad_file_is_one_line_with_its_place(text, wanted, tmp_path):
     path = write(tmp_path, "bad.py", text)
-    message = refused(path, files=True)
-    assert wanted.replace("{path}", path) in message
+    assert wanted.replace("{path}", path) in refused(path, files=True)
 
 
 def test_a_file_that_starts_from_a_broken_one_names_the_broken_one(tmp_path, monkeypatch):
-    base = f"broken_base_{next(names_of_modules)}"
     monkeypatch.syspath_prepend(str(tmp_path))
-    broken = write(tmp_path, f"{base}.py", "n_layer = 2\nn_head = 2\nn_embd = = 3\n")
-    child = write(tmp_path, "child.py", f"from {base} import *\n")
+    broken = write(tmp_path, "broken_run.py", "n_layer = 2\nn_head = 2\nn_embd = = 3\n")
+    child = write(tmp_path, "child.py", "from broken_run import *\n")
     assert f"{broken}:3: invalid syntax" in refused(child, files=True)
 
 
@@ -394,7 +336,6 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "cannot read config file" in refused(str(tmp_path), files=True)
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00n_layer")
     assert "cannot read config file" in refused(str(tmp_path / "binary.py"), files=True)
-    assert "no config file n_layer=3" in refused("n_layer=3", files=True)
 
 
 def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
@@ -405,7 +346,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
     # the whole path, from whatever folder
     want = f"no config file config/tapr_30m.py; did you mean {tmp_path}/config/taper_30m.py?"
     assert refused("config/tapr_30m.py", files=True) == want
-    assert refused("config/zzz.py", files=True) == "no config file config/zzz.py"
+    assert refused("n_layer=3", files=True) == "no config file n_layer=3"
 
 
 def test_a_row_of_a_table_is_a_run(tmp_path):
@@ -421,8 +362,7 @@ def test_a_row_of_a_table_is_a_run(tmp_path):
     assert f"no config file {tmp_path}/no.py" in refused(f"{tmp_path}/no.py:n3", files=True)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the folder of a run
+# --- the folder of a run
 
 
 def folder(*argv) -> str:
@@ -504,8 +444,7 @@ def test_a_command_finds_its_own_run_again(corpus, tmp_path, monkeypatch, capsys
     assert {path.name for path in Path("out").iterdir()} == {"a", "a-norm=layernorm-seed=3"}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the files of this repository
+# --- the files of this repository
 
 TABLES = {"gpt2": [f"config/gpt2.py:{name}" for name in gpt2.ROWS]}
 FILES = sorted(path.stem for path in (ROOT / "config").glob("[!_]*.py"))
@@ -544,11 +483,9 @@ def test_the_list_of_runs_is_whole_and_counts_right():
             run = parse(Config, [str(ROOT / word)], files=True)[0]
             with torch.device("meta"):
                 counted = sum(p.numel() for p in Transformer(network(word)).parameters())
-            tokens_of_it = run.max_iters * run.batch_size * run.gradient_accumulation_steps * run.block_size
-            digits = len(parameters.partition(".")[2])
-            assert f"{counted / 1e6:,.{digits}f}" == parameters, name
-            digits = len(tokens.partition(".")[2])
-            assert f"{tokens_of_it / {'M': 1e6, 'G': 1e9}[unit]:,.{digits}f}" == tokens, name
+            trained = run.max_iters * run.batch_size * run.gradient_accumulation_steps * run.block_size
+            for said, found in ((parameters, counted / 1e6), (tokens, trained / {"M": 1e6, "G": 1e9}[unit])):
+                assert f"{found:,.{len(said.partition('.')[2])}f}" == said, name
 
 
 def test_a_loss_in_the_list_stands_where_it_says():
@@ -560,28 +497,23 @@ def test_a_loss_in_the_list_stands_where_it_says():
         assert all(number in source for number in numbers) and bool(numbers) == bool(link), where
 
 
-def test_a_command_of_the_list_is_one_that_works():
-    """And it has the folder that it is said to have."""
-    for command, out in re.findall(r"^\| `python train.py ([^`]+)` \| `(.+)` \|$", LIST, re.M):
-        assert named(*command.replace("config/", f"{ROOT}/config/").split()) == out
-    commands = re.findall(r"`python train.py ([^`]+)`", LIST)
-    assert len(commands) > 10
-    for command in commands:
-        parse(Config, command.replace("config/", f"{ROOT}/config/").split(), files=True)[0].resolve()
+def test_a_command_of_the_list_has_the_folder_that_it_is_said_to_have():
+    commands = re.findall(r"^\| `python train.py ([^`]+)` \| `(.+)` \|$", LIST, re.M)
+    found = [named(*command.replace("config/", f"{ROOT}/config/").split()) for command, _ in commands]
+    assert found == [out for _, out in commands] and found
 
 
-# ---------------------------------------------------------------------------------------------------------
-# resolve
+# --- resolve
 
 
 def test_resolve_fills_in_what_defaults_to_another_knob():
-    for flags, *wanted in (
-        ("", 100, 2000, 100, 2000),
-        ("--warmup_iters=30 --gate_end=500 --lr_decay_iters=900", 30, 900, 30, 500),
-        ("--gate_start=7 --taper=all", 100, 2000, 7, 2000),
-    ):
+    for flags, wanted in {
+        "": (100, 2000, 100, 2000),
+        "--warmup_iters=30 --gate_end=500 --lr_decay_iters=900": (30, 900, 30, 500),
+        "--gate_start=7 --taper=all": (100, 2000, 7, 2000),
+    }.items():
         c = set_by("--max_iters=2000", *flags.split()).resolve()
-        assert [c.warmup_iters, c.lr_decay_iters, c.gate_start, c.gate_end] == wanted
+        assert (c.warmup_iters, c.lr_decay_iters, c.gate_start, c.gate_end) == wanted
         assert dataclasses.asdict(c.resolve()) == dataclasses.asdict(c)  # once is enough
     assert set_by("--max_iters=2000", "--gate_end_ratio=0.75").resolve().gate_end == 1500
     both = set_by("--gate_end=500", "--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all").resolve()
@@ -613,14 +545,10 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     "flags, wanted",
     [
         (["--taper=all", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
-        (["--taper=all", "--warmup_iters=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--aux_weight=0.1", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_end <= max_iters, not 50, 50, 10000"),
-        (["--taper=internal", "--gate_start=60", "--gate_end=50"], "gate_end <= max_iters, not 60, 50"),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
         (["--taper=all", "--gate_end_ratio=0.05"], "10000; gate_end_ratio=0.05 puts gate_end there"),
-        (["--taper=all", "--gate_end_ratio=1.1"], "from 0.0 to 1.0"),
-        (["--taper=all", "--max_iters=1"], "gate_start < gate_end <= max_iters, not 1, 1, 1"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
         (["--aux_weight=0.1", "--gate_start=10000"], "gate_start=10000 must be below max_iters=10000"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),
@@ -631,10 +559,13 @@ def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
         set_by(*flags).resolve()
 
 
+def resumed(run: dict, **asked) -> Config:
+    """The settings with which a run of these goes on, if it is asked to."""
+    return Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
+
+
 def test_a_resumed_run_keeps_the_record_of_its_weights():
-    run = Config(init_from="out/base", log_interval=5).resolve()
-    asked = Config(init_from="resume", log_interval=7)
-    run = asked.resumed({"init_from", "log_interval"}, run)
+    run = resumed({"init_from": "out/base", "log_interval": 5}, log_interval=7)
     assert (run.init_from, run.log_interval) == ("out/base", 7)
 
 
@@ -648,83 +579,69 @@ def test_a_resumed_run_keeps_the_record_of_its_weights():
 )
 def test_a_resume_is_refused_what_makes_another_run(run, asked, wanted):
     with refuses(wanted):
-        Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
-    moved = Config(init_from="resume", teacher="out/moved")
-    assert moved.resumed({"teacher"}, Config(teacher="out/base").resolve()).teacher == "out/moved"
-
-
-def resplit(run: dict, **asked) -> Config:
-    return Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
+        resumed(run, **asked)
+    assert resumed({"teacher": "out/base"}, teacher="out/moved").teacher == "out/moved"
 
 
 def test_a_resumed_run_may_split_its_steps_otherwise():
     """If they keep their windows; and it says what that means."""
     run = {"batch_size": 8, "gradient_accumulation_steps": 2, "dropout": 0.1, "mask_end": True}
     began = Config(**run).resolve()
-    now = resplit(run, batch_size=4, gradient_accumulation_steps=4)
+    now = resumed(run, batch_size=4, gradient_accumulation_steps=4)
     assert (now.batch_size, now.gradient_accumulation_steps, now.draw_size) == (4, 4, 8)
-    assert other_split(now, began) == [
-        "a step's windows go through as 4 x 4, not 2 x 8: the run goes on equal to rounding, not to the bit, "
-        "but for dropout's masks and mask_end's means, which are a micro-batch's own"
-    ]
+    (said,) = other_split(now, began)
+    assert "go through as 4 x 4, not 2 x 8" in said and "but for dropout's masks and mask_end's means" in said
     assert not other_split(now, now) and now.resumed({"init_from"}, now) == now
     again = Config(batch_size=16).resumed({"batch_size", "gradient_accumulation_steps"}, now)
     assert (again.batch_size, again.gradient_accumulation_steps, again.draw_size) == (16, 1, 8)
-    plain = resplit({}, batch_size=8, gradient_accumulation_steps=2)
-    plain = other_split(plain, Config())
-    assert plain[0].endswith("not 1 x 16: the run goes on equal to rounding, not to the bit")
-    fake = {"aux_weight": 0.1, "anchor_target": "batch"}
-    held = resplit(fake, batch_size=8, gradient_accumulation_steps=2)
-    held = other_split(held, Config(**fake))
-    assert "but for the means that anchor_target=batch holds to" in held[0]
-    sinks = {"taper": "internal", "sink_multiple": 2.0}
-    sinks = other_split(resplit(sinks, batch_size=8, gradient_accumulation_steps=2), Config(**sinks))
-    assert sinks[0].endswith("but for the medians that sink_multiple goes by, which are a micro-batch's own")
+    for run, said in (
+        ({}, "not 1 x 16: the run goes on equal to rounding, not to the bit"),
+        ({"aux_weight": 0.1, "anchor_target": "batch"}, "the means that anchor_target=batch holds to"),
+        ({"taper": "internal", "sink_multiple": 2.0}, "the medians that sink_multiple goes by"),
+    ):
+        now = resumed(run, batch_size=8, gradient_accumulation_steps=2)
+        (remark,) = other_split(now, Config(**run))
+        assert said in remark and remark.endswith("a micro-batch's own" if run else said)
 
 
 @pytest.mark.parametrize("asked", [{"batch_size": 4}, {"gradient_accumulation_steps": 4}])
 def test_another_number_of_windows_is_another_run(asked):
     with refuses("windows a step are not the 2 x 8 of the run in"):
-        resplit({"batch_size": 8, "gradient_accumulation_steps": 2}, **asked)
+        resumed({"batch_size": 8, "gradient_accumulation_steps": 2}, **asked)
 
 
 def test_without_a_taper_the_gate_knobs_bind_nothing():
-    assert set_by("--warmup_iters=0").resolve().gate_start == 0
-    assert set_by("--gate_end=99999").resolve().gate_end == 99999
+    free = set_by("--warmup_iters=0", "--gate_end=99999").resolve()
+    assert (free.gate_start, free.gate_end) == (0, 99999)
     late = set_by("--aux_weight=0.1", "--gate_start=7000", "--gate_end_ratio=0.5").resolve()
     assert (late.gate_start, late.gate_end) == (7000, 5000)  # the anchor's start
 
 
-# ---------------------------------------------------------------------------------------------------------
-# one line on stderr, and files that are whole or absent
+# --- one line on stderr, and files that are whole or absent
 
 
-def test_errors_are_one_line_on_stderr_and_status_2():
-    def raised(error):
-        code = f"from nanonorm.errors import *\nwith one_line_errors(KeyError):\n    raise {error}"
-        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scripts/program.py"])
+    for error, *wanted in (
+        (BadInput("a\nb"), 2, "program.py: a b\n"),
+        (KeyError("k"), 2, "program.py: 'k'\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ):
+        with pytest.raises(SystemExit) as end, one_line_errors(KeyError):
+            raise error
+        assert [end.value.code, capsys.readouterr().err] == wanted
+    with pytest.raises(RuntimeError, match="a bug"), one_line_errors():  # which is not bad input
+        raise RuntimeError("a bug")
 
-    for error, wanted in (("BadInput('a\\nb')", "a b"), ("KeyError('k')", "'k'")):
-        done = raised(error)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.count("\n") == 1 and done.stderr.endswith(f": {wanted}\n")
-    done = raised("RuntimeError('a bug')")
-    assert done.returncode == 1 and "Traceback" in done.stderr  # a bug is not bad input
-    done = raised("KeyboardInterrupt")
-    assert done.returncode == 130 and done.stderr == ""
 
-
-@pytest.mark.parametrize("old", [None, b"old"])
-def test_an_exception_leaves_the_old_file_and_no_temporary(old, tmp_path):
+def test_an_exception_leaves_the_old_file_and_no_temporary(tmp_path):
     path = tmp_path / "file.bin"
-    if old is not None:
-        path.write_bytes(old)
+    path.write_bytes(b"old")
     with pytest.raises(ZeroDivisionError), atomic_write(path) as f:
         f.write(b"half of the ne")
         f.flush()
         _ = 1 / 0
-    assert [p.name for p in tmp_path.iterdir()] == ([] if old is None else ["file.bin"])
-    assert old is None or path.read_bytes() == old
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
@@ -755,30 +672,6 @@ def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, 
     assert events == ["sync file", "rename", "sync folder"]
 
 
-def test_a_kill_inside_leaves_the_old_file(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes(b"old")
-    code = f"""import os, signal
-from nanonorm.files import atomic_write
-with atomic_write({str(path)!r}) as f:
-    f.write(b'half'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -9
-    assert path.read_bytes() == b"old"
-    with atomic_write(path) as f:  # what the killed one left does not matter
-        f.write(b"new")
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_write_that_the_system_refuses_is_bad_input(tmp_path):
-    with refuses("No such file"), atomic_write(tmp_path / "no" / "such" / "f") as f:
-        f.write(b"x")
-    (tmp_path / "old").write_bytes(b"old")
-    with refuses("No space left on device"), atomic_write(tmp_path / "old") as f:
-        f.write(b"x")
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert (tmp_path / "old").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent.pt"):
         with refuses(str(path)):
@@ -789,25 +682,24 @@ def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
     assert model_file(tmp_path / "ckpt.pt") == tmp_path / "ckpt.pt"
 
 
-class FullDisk:
+class FullDisk(io.BytesIO):
     """A file that takes some bytes and then has no space."""
 
-    def __init__(self, f, room: int):
-        self.f, self.room = f, room
+    def __init__(self, room: int):
+        super().__init__()
+        self.room = room
 
     def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
+        if self.tell() + len(data) > self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return self.f.write(data)
-
-    def flush(self):
-        self.f.flush()
+        return super().write(data)
 
 
-def test_torch_save_on_a_full_disk_is_bad_input(tmp_path):
-    """torch.save wraps the OSError of its file in a RuntimeError."""
+def test_a_write_that_the_system_refuses_is_bad_input(tmp_path):
+    """Also of torch.save, which wraps the OSError of its file in a RuntimeError."""
+    with refuses("No such file"), atomic_write(tmp_path / "no" / "such" / "f") as f:
+        f.write(b"x")
     for room in (0, 100, 20_000):
-        with refuses("No space left on device"), atomic_write(tmp_path / "f") as f:
-            torch.save({"x": torch.arange(10_000)}, FullDisk(f, room))
+        with refuses("No space left on device"), atomic_write(tmp_path / "f"):
+            torch.save({"x": torch.arange(10_000)}, FullDisk(room))
         assert list(tmp_path.iterdir()) == []

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import refuses
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -40,10 +42,8 @@ examples = settings(deadline=None, max_examples=200, derandomize=True, database=
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(train_tokenizer(SOURCE, 500))
-    return load_tokenizer(path)
+def tokenizer():
+    return SentencePiece(train_tokenizer(SOURCE, 500))
 
 
 def run(corpus, *flags, cwd=None, **env):
@@ -68,8 +68,7 @@ def write_stories(path, documents):
 
 
 def test_line_ends_and_indentation_are_tokens(tokenizer):
-    assert len(tokenizer.encode("\n        ")) <= 2
-    assert tokenizer.vocab_size == 500
+    assert len(tokenizer.encode("\n        ")) <= 2 and tokenizer.vocab_size == 500
 
 
 def test_sizes_that_do_not_fit_name_one_that_does():
@@ -93,8 +92,7 @@ def test_writing_holds_no_more_than_a_batch(tokenizer):
             assert unwritten < 2 * data.BATCH_BYTES
             yield part, True
 
-    assert data.write_tokens(tokenizer, stream(), file)["documents"] == 60
-    assert file.tell() > 0
+    assert data.write_tokens(tokenizer, stream(), file)["documents"] == 60 and file.tell() > 0
 
 
 def test_sample_is_bounded_spread_out_and_the_same_each_time():
@@ -113,8 +111,7 @@ def test_sample_is_bounded_spread_out_and_the_same_each_time():
 @pytest.mark.parametrize("line", ["a line of text\n", "no line end \u2581 "])
 def test_long_story_comes_in_parts(tmp_path, line):
     text = line * (int(3.5 * CUT) // len(line.encode()))
-    path = write_stories(tmp_path / "long.txt", [text, "short"])
-    *parts, short = documents(path)
+    *parts, short = documents(write_stories(tmp_path / "long.txt", [text, "short"]))
     assert "".join(part for part, _ in parts) == text.rstrip() and short == ("short", True)
     assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
     assert max(len(part.encode()) for part, _ in parts) <= 2 * CUT
@@ -159,8 +156,7 @@ def test_local_text_becomes_its_stories(tmp_path):
     assert documents["val"] == ["A story.", "Another, and no end"]
     assert "train.txt" in meta["source"] and f"{meta['train_tokens']:,} tokens" in result.stdout
 
-    again = run("tinystories", *flags, "--out_dir=other", cwd=tmp_path)
-    assert again.returncode == 0
+    assert run("tinystories", *flags, "--out_dir=other", cwd=tmp_path).returncode == 0
     for name in FILES:
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "new/folder" / name).read_bytes()
 
@@ -168,31 +164,20 @@ def test_local_text_becomes_its_stories(tmp_path):
 def test_wherever_a_second_prepare_stops_no_manifest_is_false(tmp_path, monkeypatch):
     old = [(text, True) for text in MODULES]
     new = old[::-1]
-    replace, stop_at = os.replace, 0
-
-    def stopping_replace(*paths):
-        nonlocal stop_at
-        stop_at -= 1
-        if stop_at == 0:
-            raise KeyboardInterrupt
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", stopping_replace)
     for stop in (1, 2, 3, 4):
-        stop_at = 0
         data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
-        stop_at = stop
-        with pytest.raises(KeyboardInterrupt):
+        stopped = Mock(wraps=os.replace, side_effect=[DEFAULT] * (stop - 1) + [KeyboardInterrupt])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", stopped)
             data.prepare(lambda: new[:1], lambda: new, tmp_path, 500, "new")
         # each stop came after the first file had begun to change: there is no manifest of a mixture
         assert not list(tmp_path.glob("*.tmp")) and not (tmp_path / "meta.json").exists()
 
     # and before that the old corpus stays
-    stop_at = 0
     data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
-    with pytest.raises(BadInput, match="validation split of new"):
+    with refuses("validation split of new"):
         data.prepare(lambda: new, lambda: [], tmp_path, 500, "new")
-    with pytest.raises(BadInput, match="printable"):
+    with refuses("printable"):
         data.prepare(lambda: new, lambda: new, tmp_path, 500, "two\nlines")
     assert check_manifest(tmp_path)[0]["source"] == "old"
 
@@ -210,13 +195,6 @@ def test_an_opened_corpus_is_what_was_prepared(tmp_path):
     assert decoded == MODULES[0]
 
 
-WRONG = {"vocab_size": 1, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
-         "val_bytes": 10**400, "val_documents": -1, "dtype": "<i2", "source": "two\nlines"}  # fmt: skip
-
-
-NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source")
-
-
 def test_a_steps_windows_do_not_depend_on_its_split():
     """Drawn 8 at a time they stay the same, in their order, in micro-batches of any size on any ranks."""
     tokens, began = torch.arange(30_000, dtype=torch.int16), Config(batch_size=8)
@@ -232,6 +210,11 @@ def test_a_steps_windows_do_not_depend_on_its_split():
                 indices = [ranks.index(micro) for micro in range(24 // size // ranks.size)]
                 found |= zip(indices, train_batch(tokens, cfg, 5, indices, "cpu")[0], strict=True)
             assert torch.equal(torch.cat([found[i] for i in range(24 // size)]), wanted)
+
+
+WRONG = {"vocab_size": 1, "tokenizer": 7, "end_token_id": -1, "train_tokens": 1.0, "val_tokens": True,
+         "val_bytes": 10**400, "val_documents": -1, "dtype": "<i2", "source": "two\nlines"}  # fmt: skip
+NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_tokens", "val_bytes", "source")
 
 
 def test_a_manifest_must_hold_what_a_reader_needs_and_be_right(tmp_path):
@@ -259,15 +242,11 @@ BOTH = ["--text=good.txt", "--val_text=good.txt"]
         ([*BOTH, "--vocab_size=65537"], "65536 at most"),
         ([*BOTH, "--vocab_size=200"], "take 258"),
         ([*BOTH, "--vocab_size=262"], "at least"),
-        ([*BOTH, "--vocab_size=50000"], "at most"),
-        ([*BOTH, "--vocab_size=many"], "an int"),
-        ([*BOTH, "--vocabsize=400"], "did you mean 'vocab_size'"),
         ([*BOTH, "good.txt"], "unexpected word 'good.txt'"),
         (["--text=good.txt"], "go together"),
         (["--text=", "--val_text=good.txt"], "is not a file"),
         (["--text=absent.txt", "--val_text=good.txt"], "absent.txt"),
         (["--text=latin1.txt", "--val_text=good.txt"], "latin1.txt is not UTF-8 in line 2"),
-        (["--text=good.txt", "--val_text=latin1.txt"], "latin1.txt is not UTF-8 in line 2"),
         (["--text=blank.txt", "--val_text=good.txt"], "training split"),
         (["--text=good.txt", "--val_text=blank.txt"], "validation split"),
         ([*BOTH, "--out_dir=good.txt"], "cannot make the folder good.txt"),
@@ -281,11 +260,7 @@ def test_bad_input_is_one_line(tmp_path, flags, said):
     (tmp_path / "busy").mkdir()
     busy = os.open(tmp_path / "busy", os.O_RDONLY)
     fcntl.flock(busy, fcntl.LOCK_EX)
-    if not any(flag.startswith("--vocab") for flag in flags):
-        flags = [*flags, "--vocab_size=400"]
-    if not any(flag.startswith("--out_dir") for flag in flags):
-        flags = [*flags, "--out_dir=out"]
-    assert said in one_line(run("tinystories", *flags, cwd=tmp_path))
+    assert said in one_line(run("tinystories", "--vocab_size=400", "--out_dir=out", *flags, cwd=tmp_path))
     os.close(busy)
     assert not [path for name in ("out", "busy") for path in (tmp_path / name).glob("*")]
 
@@ -341,8 +316,7 @@ def test_python_without_its_library_is_refused(tmp_path):
 
 def test_the_sums_of_a_large_corpus_are_kept_by_size_and_time(corpus, tmp_path, monkeypatch):
     """Beside it; those of a small one are not, nor where nothing can be written."""
-    folder = tmp_path / "corpus"
-    shutil.copytree(corpus, folder)
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
     summed.cache_clear()
     first = open_corpus(folder, 16)[0]
     assert not (folder / "sums.json").exists()
@@ -350,9 +324,8 @@ def test_the_sums_of_a_large_corpus_are_kept_by_size_and_time(corpus, tmp_path, 
     summed.cache_clear()
     assert open_corpus(folder, 16)[0] == first
     known = json.loads((folder / "sums.json").read_text())
-    assert {name: sums["sha256"] for name, sums in known.items()} == {
-        f"{split}.bin": first[f"{split}_sha256"] for split in ("train", "val")
-    }
+    kept = {name: sums["sha256"] for name, sums in known.items()}
+    assert kept == {"train.bin": first["train_sha256"], "val.bin": first["val_sha256"]}
     with monkeypatch.context() as patch:
         patch.setattr("hashlib.sha256", lambda *args: pytest.fail("read again"))
         summed.cache_clear()

@@ -1,17 +1,16 @@
-"""scripts/evaluate.py: its figures are those of a direct computation, whatever the batch and whoever reads
-the network; errors are one line."""
+"""scripts/evaluate.py: its figures are those of a direct computation, whoever reads the network."""
 
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from conftest import BPE_SIZE, one_line, tiny
+from conftest import BPE_SIZE, refuses, tiny
 from safetensors.torch import load_file, save_file
 from test_hub import made
 from test_init_from import hf_folder
@@ -19,7 +18,6 @@ from test_init_from import hf_folder
 import data
 from data.tokenizer import load_tokenizer
 from forms import fold
-from nanonorm.errors import BadInput, ModelError
 from scripts import evaluate
 from scripts.exports import Job, describe, hf
 from scripts.exports.networks import by_transformers, open_network
@@ -30,11 +28,11 @@ EXACT = 1e-12
 
 
 def run(capsys, *argv):
-    """(what was printed, the rows of the JSON in its last line)"""
+    """(what was printed and said, the rows of the JSON in its last line)"""
     capsys.readouterr()
     evaluate.main([*map(str, argv), "--device=cpu"])
-    text = capsys.readouterr().out
-    return text, json.loads(text.splitlines()[-1])["rows"]
+    told = capsys.readouterr()
+    return told.out + told.err, json.loads(told.out.splitlines()[-1])["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +53,7 @@ def blocks_of(folder: Path, T: int) -> torch.Tensor:
 def put(model, folder: Path, corpus: Path | None = None) -> Path:
     """A run folder of a model."""
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {}
-    if corpus is not None:
-        meta["corpus"] = {"tokenizer_sha256": load_tokenizer(corpus).sha256}
+    meta = {} if corpus is None else {"corpus": {"tokenizer_sha256": load_tokenizer(corpus).sha256}}
     torch.save(model.to_file(meta), folder / "model.pt")
     return folder
 
@@ -76,8 +72,7 @@ def direct(model, blocks: torch.Tensor) -> torch.Tensor:
     return torch.stack(losses)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the figures
+# --- the figures
 
 
 def test_figures_are_those_of_a_direct_computation(capsys, text, tmp_path):
@@ -118,7 +113,7 @@ def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, t
     assert 0 < good.sum() < len(blocks) - 1
     folders = put(plain, tmp_path / "plain", text), put(bad, tmp_path / "bad", text)
     flags = (f"--data={text}", "--dtype=float64", "--kl=True")
-    with pytest.raises(BadInput, match="is the network damaged"):
+    with refuses("is the network damaged"):
         run(capsys, *folders, *flags)
     said, (first, row) = run(capsys, *folders, *flags, "--finite=True")
     assert (first["not_finite"], row["not_finite"]) == (0, int((~good).sum()))
@@ -129,20 +124,18 @@ def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, t
     worse = put(bad, tmp_path / "worse", text)
     said, (_, row) = run(capsys, folders[0], worse, *flags, "--finite=True")
     assert row["not_finite"] == len(blocks) and row["ce"] is row["gap"] is row["kl"] is None
-    with pytest.raises(BadInput, match="not every block is finite, and gaps are to it"):
+    with refuses("not every block is finite, and gaps are to it"):
         run(capsys, worse, folders[0], *flags, "--finite=True")
 
 
 def test_the_batch_size_is_of_no_account(capsys, text, tmp_path):
-    folder = put(network("rmsnorm", std=0.5), tmp_path / "run", text)
-    rows = []
-    for size in (1, 3, 8, 1000):
-        flags = (f"--data={text}", "--dtype=float64", f"--batch_size={size}")
-        rows.append(run(capsys, folder, *flags)[1][0])
+    argv = put(network("rmsnorm", std=0.5), tmp_path / "run", text), f"--data={text}"
+    sizes = (f"--batch_size={size}" for size in (1, 3, 8, 1000))
+    rows = [run(capsys, *argv, "--dtype=float64", size)[1][0] for size in sizes]
     for row in rows[1:]:
         for key in ("ce", "ce_no_end", "median", "p99.9"):
             assert row[key] == pytest.approx(rows[0][key], rel=EXACT)
-    narrow = run(capsys, folder, f"--data={text}")[1][0]
+    narrow = run(capsys, *argv)[1][0]
     assert narrow["ce"] == pytest.approx(rows[0]["ce"], rel=1e-5) and narrow["ce"] != rows[0]["ce"]
 
 
@@ -164,16 +157,12 @@ def test_a_set_that_is_cut_is_recut_only_with_a_remark(capfd, text, tmp_path):
     folder = put(network(), tmp_path / "run", text)
     meta = json.loads((text / "meta.json").read_text())
     few = {k: v for k, v in meta.items() if not k.startswith("train") and k != "val_bytes"}
-    copy = tmp_path / "set"
-    copy.mkdir()
-    for name in ("val.bin", "tokenizer.json", "tokenizer_config.json"):
-        (copy / name).write_bytes((text / name).read_bytes())
-    rows = []
+    copy, rows = shutil.copytree(text, tmp_path / "set", ignore=shutil.ignore_patterns("train.bin")), []
     for cut in (16, 32):
         (copy / "meta.json").write_text(json.dumps(few | {"block_size": cut, "set": "pile"}))
-        rows += run(capfd, folder, f"--data={copy}")[1]
-        evaluate.main([str(folder), f"--data={copy}", "--device=cpu"])
-        assert (f"blocks of {cut}; it is read as one stream" in capfd.readouterr().err) == (cut == 32)
+        said, found = run(capfd, folder, f"--data={copy}")
+        assert (f"blocks of {cut}; it is read as one stream" in said) == (cut == 32)
+        rows += found
     assert rows[0]["bits_per_byte"] is None and rows[0]["ce"] == rows[1]["ce"]
 
 
@@ -188,12 +177,10 @@ def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
     expected = (p * (p / q).log()).sum(-1).mean().item()
     assert expected > 1e-3 and rows[1]["kl"] == pytest.approx(expected, rel=1e-9) and rows[0]["kl"] is None
     assert f"{expected:.5f}" in said
-    plain = [row | {"kl": None} for row in rows]
-    assert run(capsys, *flags)[1] == plain
+    assert run(capsys, *flags)[1] == [row | {"kl": None} for row in rows]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# whatever holds a network
+# --- whatever holds a network
 
 
 def test_transformers_agrees_with_our_reader(capsys, text, tmp_path):
@@ -212,52 +199,28 @@ def test_transformers_agrees_with_our_reader(capsys, text, tmp_path):
 
 
 def test_what_our_reader_refuses_transformers_reads(capfd, text, tmp_path):
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(vocab_size=BPE_SIZE, hidden_size=24, num_hidden_layers=2,
-                                        num_attention_heads=4, intermediate_size=40,
-                                        max_position_embeddings=16)  # fmt: skip
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    config = transformers.GPTNeoXConfig(**shape, vocab_size=BPE_SIZE, max_position_embeddings=16)
     model = transformers.GPTNeoXForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "neox")
-    evaluate.main([str(tmp_path / "neox"), f"--data={text}", "--device=cpu"])
-    said = capfd.readouterr()
-    row = json.loads(said.out.splitlines()[-1])["rows"][0]
-    assert "GPTNeoXForCausalLM of transformers, since" in said.err and "brings no tokenizer" in said.err
+    said, (row,) = run(capfd, tmp_path / "neox", f"--data={text}")
+    assert "GPTNeoXForCausalLM of transformers, since" in said and "brings no tokenizer" in said
     losses = direct(lambda idx: model(input_ids=idx).logits, blocks_of(text, 16))
     assert row["ce"] == pytest.approx(losses.mean().item(), rel=1e-5)
 
 
-class Fixed(torch.nn.Module):
-    """(h - mean) / sigma * weight + bias with a constant sigma: what FakeLN makes of a LayerNorm."""
-
-    def __init__(self, norm, sigma: float):
-        super().__init__()
-        self.norm, self.sigma = norm, sigma
-
-    def forward(self, h):
-        return (h - h.mean(-1, keepdim=True)) / self.sigma * self.norm.weight + self.norm.bias
-
-
 def test_fakeln_folders_are_read(capfd, text, tmp_path):
-    """Gains of 1e6/sigma and an eps of 1e12 are 1/sigma, up to var/(2e12)."""
-    plain, tricked = (made("GPT2LMHeadModel", vocab_size=BPE_SIZE) for _ in range(2))
-    sites = [name for name, m in plain.named_modules() if isinstance(m, torch.nn.LayerNorm)]
-    sigmas = {name: 0.7 + 0.3 * i for i, name in enumerate(sites)}
+    """Gains of 1e6/sigma and an eps of 1e12 are 1/sigma; in float32 as well."""
+    theirs = made("GPT2LMHeadModel", vocab_size=BPE_SIZE, layer_norm_epsilon=1e12)
     with torch.no_grad():
-        for name, sigma in sigmas.items():
-            tricked.get_submodule(name).weight *= 1e6 / sigma
-    tricked.config.layer_norm_epsilon = 1e12
-    folder = tmp_path / "lnfree"
-    tricked.save_pretrained(folder)
-    for name, sigma in sigmas.items():
-        plain.set_submodule(name, Fixed(plain.get_submodule(name), sigma))
-    losses = direct(lambda idx: plain(input_ids=idx).logits, blocks_of(text, 64))
-    evaluate.main([str(folder), f"--data={text}", "--dtype=float64", "--device=cpu"])
-    said = capfd.readouterr()
-    row = json.loads(said.out.splitlines()[-1])["rows"][0]
+        for i, norm in enumerate(m for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)):
+            norm.weight *= 1e6 / (0.7 + 0.3 * i)
+    theirs.save_pretrained(folder := tmp_path / "lnfree")
+    losses = direct(lambda idx: theirs(input_ids=idx).logits, blocks_of(text, 64))
+    said, (row,) = run(capfd, folder, f"--data={text}", "--dtype=float64")
     assert row["ce"] == pytest.approx(losses.mean().item(), rel=1e-9)
-    assert "eps of 1e+12 makes each norm a fixed scaling" in said.err
-    narrow = run(capfd, folder, f"--data={text}")[1][0]
-    assert narrow["ce"] == pytest.approx(row["ce"], rel=1e-4)
+    assert "eps of 1e+12 makes each norm a fixed scaling" in said
+    assert run(capfd, folder, f"--data={text}")[1][0]["ce"] == pytest.approx(row["ce"], rel=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-internal"])
@@ -267,14 +230,12 @@ def test_runs_model_files_and_exports_agree(variant, capsys, text, tmp_path):
     run_folder = put(model, tmp_path / "run", text)
     folded = fold(model)
     torch.save(folded.to_file({}), tmp_path / "run/folded.pt")
-    export = tmp_path / "export"
+    export, sample = tmp_path / "export", blocks_of(text, 16)[:2]
     export.mkdir()
-    sample = blocks_of(text, 16)[:2]
     job = Job(folded, load_tokenizer(text), {}, tmp_path / "run/folded.pt", export, sample)
     describe(job, "hf", hf.write(job))
     (export / "modeling_nanonorm.py").write_text("raise SystemExit('was run')")
-    paths = [run_folder / "model.pt", run_folder, export]
-    rows = run(capsys, *paths, f"--data={text}", "--dtype=float64")[1]
+    rows = run(capsys, run_folder / "model.pt", run_folder, export, f"--data={text}", "--dtype=float64")[1]
     assert max(abs(row["gap"]) for row in rows) < 1e-12 * rows[0]["ce"] * 10
     assert len(rows) == 3
 
@@ -282,22 +243,19 @@ def test_runs_model_files_and_exports_agree(variant, capsys, text, tmp_path):
 def test_a_table_is_of_one_block_size(capsys, text, tmp_path):
     long, short = put(network(), tmp_path / "long", text), tmp_path / "short"
     put(tiny("layernorm", vocab_size=BPE_SIZE, block_size=8).eval(), short, text)
-    with pytest.raises(BadInput, match=r"reads 16 tokens, .*short 8; choose one .*--block_size=8") as error:
+    with refuses("reads 16 tokens, ", "short 8; choose one ", "--block_size=8"):
         run(capsys, long, short, f"--data={text}")
-    one_line(error)
     rows = run(capsys, long, short, f"--data={text}", "--block_size=8")[1]
     assert {row["block_size"] for row in rows} == {8}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# what is wrong with them
+# --- what is wrong with them
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--data=TEXT"], "name networks and text"),
-        (["RUN"], "name networks and text"),
         (["RUN", "--data=nowhere"], "cannot read the text in"),
         (["no/such/run", "--data=TEXT"], "no/such/run"),
         (["RUN", "--data=TEXT", "--block_size=17"], "reads 16 tokens"),
@@ -315,20 +273,14 @@ def test_errors_are_one_line(argv, said, capsys, text, corpus, tmp_path):
     wild = network()
     wild.tok_emb.weight.data *= 1e200  # finite, which a file must be; its logits are not
     put(wild, tmp_path / "wild", text)
-    short = tmp_path / "short"
-    data.prepare(lambda: [("abc", True)], lambda: [("abc", True)], short_of(short), None, "short",
-                 tokenizer=load_tokenizer(text))  # fmt: skip
-    where = {"RUN": tmp_path / "run", "SMALL": tmp_path / "small", "WILD": tmp_path / "wild", "OTHER": corpus,
-             "SHORT": short, "TEXT": text}  # fmt: skip
+    (tmp_path / "short").mkdir()
+    parts, tokens = [("abc", True)], load_tokenizer(text)
+    data.prepare(lambda: parts, lambda: parts, tmp_path / "short", None, "short", tokenizer=tokens)
+    where = {name: tmp_path / name.lower() for name in ("RUN", "SMALL", "WILD", "SHORT")}
+    where |= {"OTHER": corpus, "TEXT": text}
     argv = [re.sub(r"[A-Z]{3,}", lambda m: str(where[m[0]]), word) for word in argv]
-    with pytest.raises((BadInput, ModelError)) as error:
+    with refuses(said):
         run(capsys, *argv)
-    assert said in one_line(error)
-
-
-def short_of(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def test_another_file_of_the_same_tokenizer_will_do(capsys, text, tmp_path):
@@ -341,13 +293,12 @@ def test_another_file_of_the_same_tokenizer_will_do(capsys, text, tmp_path):
     (a, i), (b, j) = list(vocab.items())[100:102]
     vocab[a], vocab[b] = j, i
     (folder / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(BadInput, match="not in the tokens"):
+    with refuses("not in the tokens"):
         run(capsys, folder, f"--data={text}")
     assert row["targets"] > 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# beside the paper
+# --- beside the paper
 
 
 def test_the_papers_table_is_whole():
@@ -355,7 +306,6 @@ def test_the_papers_table_is_whole():
         row = table4.row_of(f"gpt2_{size}_{method}", *table4.SIZES[size])
         assert row == (size, method) and table4.row_of(f"gpt2_{size}_{method}", 2, 24) is None
     assert table4.row_of("gpt2-xl_LNFree800", 48, 1600) == ("xl", "fakeln")
-    assert table4.paper_says(("xl", "fakeln"), "pile", 1024) == 130.2197
     assert table4.paper_says(("s", "all"), "openwebtext", 512) is None
     assert table4.paper_says(None, "pile", 1024) is table4.paper_says(("s", "all"), None, 1024) is None
 
@@ -366,36 +316,27 @@ def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_pat
     monkeypatch.setattr(table4, "CONTEXT", 16)
     folder = put(network(), tmp_path / "out/gpt2_s_fakeln", text)
     meta = json.loads((text / "meta.json").read_text())
-    owt = tmp_path / "owt"
-    owt.mkdir()
-    for name in (*load_tokenizer(text).files, "val.bin"):
-        (owt / name).write_bytes((text / name).read_bytes())
+    owt = shutil.copytree(text, tmp_path / "owt")
     (owt / "meta.json").write_text(json.dumps(meta | {"set": "openwebtext", "block_size": 16}))
     said, (row, other) = run(capsys, folder, f"--data={owt},{text}")
     assert row["paper"] == 3.0797 and row["paper_gap"] == pytest.approx(0.0671) and other["paper"] is None
     assert "| 3.0797 | +0.0671 |" in said
     by_file = run(capsys, folder / "model.pt", f"--data={owt}", "--within=9")[1][0]
     assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
-    with pytest.raises(BadInput, match=r"the paper 3\.0797, more than 0\.005 apart"):
+    with refuses("the paper 3.0797, more than 0.005 apart"):
         run(capsys, folder, f"--data={owt}", "--within=0.005")
 
 
 def test_an_export_that_is_not_whole_is_refused(text, tmp_path):
-    model, idx, config = (
-        fold(network("layernorm-all")),
-        torch.arange(16)[None],
-        {"model_type": "nanonorm_llama"},
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"nanonorm\.json, which says .* cannot be read"):
+    model, idx = fold(network("layernorm-all")), torch.arange(16)[None]
+    (tmp_path / "config.json").write_text('{"model_type": "nanonorm_llama"}')
+    with refuses("nanonorm.json, which says ", " cannot be read"):
         open_network(str(tmp_path))
     job = Job(model, load_tokenizer(text), {}, tmp_path / "run/folded.pt", tmp_path, idx)
     describe(job, "hf", hf.write(job))
-    assert torch.equal(open_network(str(tmp_path))(idx), model(idx))
-    assert F.cross_entropy(model(idx)[0], idx[0]).isfinite()
+    assert torch.equal(open_network(str(tmp_path))(idx), model(idx)) and model(idx).isfinite().all()
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"tensor lm_head\.bias is missing; export it again") as error:
+    with refuses("tensor lm_head.bias is missing; export it again"):
         open_network(str(tmp_path))
-    one_line(error)

@@ -10,21 +10,21 @@ import tempfile
 import types
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
-from conftest import one_line, refuses, scale_of_difference, tiny, tokens
+from conftest import refuses, same_state, scale_of_difference, slow, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import said_by
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from forms import from_file
-from nanonorm.cache import KVCache
-from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES
 from nanonorm.files import ROOT, write_file
 from nanonorm.hub import find, is_pretrained, read_pretrained, write_pretrained
@@ -66,8 +66,7 @@ def exact_norms():
 
 
 def made(name: str, dtype=torch.float64, seed: int = 0, **config):
-    """A model of transformers' own with random values: gains near 1, a few of them negative; matrices large
-    enough that each layer counts."""
+    """A model of transformers' own: gains near 1, a few negative; matrices so that each layer counts."""
     kind = getattr(transformers, name)
     config = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": [2, 3], **SIZES[name], **config}
     model = kind(kind.config_class(**config, attn_implementation="sdpa")).to(dtype).eval()
@@ -82,8 +81,15 @@ def made(name: str, dtype=torch.float64, seed: int = 0, **config):
 
 def saved(folder: Path, name: str, **config):
     """Folder of a made model."""
-    made(name, **config).save_pretrained(folder)
+    published(folder, name, **config)
     return folder
+
+
+def published(folder: Path, name: str, **config):
+    """A made model, saved in a folder."""
+    model = made(name, **config)
+    model.save_pretrained(folder)
+    return model
 
 
 def change(folder: Path, **keys):
@@ -96,18 +102,12 @@ def change(folder: Path, **keys):
 
 def change_tensors(folder: Path, edit):
     """Rewrite model.safetensors with edit(tensors)."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(edit(tensors), folder / "model.safetensors", {"format": "pt"})
+    save_file(edit(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 def all_tensors(folder: Path) -> dict:
     return {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
-
-
-def assert_same_tensors(a: dict, b: dict):
-    assert a.keys() == b.keys()
-    assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 @torch.no_grad()
@@ -161,30 +161,13 @@ def test_a_checkpoint_is_a_setting_of_our_model(checkpoint, length, seed, shard)
         assert (first / "model.safetensors").exists() == (shard == "1MB")
         assert_same_logits(first, theirs, length, TOLERANCE[dtype])
         write_pretrained(read_pretrained(first), second)
-        assert_same_tensors(all_tensors(first), all_tensors(second))
+        assert same_state(all_tensors(first), all_tensors(second))
         again = type(theirs).from_pretrained(second)
         assert again.dtype == dtype
         before, after = theirs.config.to_dict(), again.config.to_dict()
         differ = {k for k in before if before[k] != after.get(k)}
         assert differ <= {"n_inner", "_name_or_path", "activation_function"}, differ
-        assert_same_tensors(theirs.state_dict(), again.state_dict())
-
-
-@every_family
-def test_decoding_with_a_cache_is_recomputation(name, tmp_path):
-    theirs = made(name)
-    theirs.save_pretrained(tmp_path)
-    model = from_file(read_pretrained(tmp_path), tmp_path)
-    idx = tokens(2, 30, vocab=VOCAB)
-    with torch.no_grad():
-        cache = KVCache(model, 2, 30)
-        steps = [model(piece, cache=cache) for piece in idx.split([7] + 23 * [1], 1)]
-        assert scale_of_difference(torch.cat(steps, 1), model(idx)) < 1e-12
-        greedy = model.generate(idx, 20, temperature=0)
-        assert torch.equal(greedy, model.generate(idx, 20, temperature=0, use_cache=False))
-        how = {"attention_mask": torch.ones_like(idx), "do_sample": False, "eos_token_id": VOCAB}
-        wanted = theirs.generate(idx, max_new_tokens=20, **how)
-    assert torch.equal(greedy, wanted)
+        assert same_state(theirs.state_dict(), again.state_dict())
 
 
 @pytest.mark.slow
@@ -192,20 +175,16 @@ def test_decoding_with_a_cache_is_recomputation(name, tmp_path):
 def test_two_thousand_tokens(name, tmp_path):
     """Angles are float32 in both: a unit in the last place of a frequency shows at such positions."""
     key = "n_positions" if name == "GPT2LMHeadModel" else "max_position_embeddings"
-    scaling = {} if name == "GPT2LMHeadModel" else {"rope_parameters": LLAMA3}
-    for more in ({}, scaling):
-        theirs = made(name, **{key: 2048}, **more)
-        theirs.save_pretrained(tmp_path)
+    for more in [{}] if name == "GPT2LMHeadModel" else [{}, {"rope_parameters": LLAMA3}]:
+        theirs = published(tmp_path, name, **{key: 2048}, **more)
         assert_same_logits(tmp_path, theirs, 2000, TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize(
-    "name, key", [("GPT2LMHeadModel", "layer_norm_epsilon"), ("LlamaForCausalLM", "rms_norm_eps")]
-)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 @pytest.mark.parametrize("eps", [1e12, 2.0**60])
-def test_a_norm_made_a_scaling_by_its_eps(name, key, eps, tmp_path):
+def test_a_norm_made_a_scaling_by_its_eps(name, eps, tmp_path):
     """FakeLN publishes GPT-2 so, and our own stock exports are so."""
-    theirs = made(name, **{key: eps})
+    theirs = made(name, **{"layer_norm_epsilon" if name == "GPT2LMHeadModel" else "rms_norm_eps": eps})
     with torch.no_grad():
         for n, p in theirs.named_parameters():
             if p.dim() == 1 and n.endswith("weight"):
@@ -219,8 +198,7 @@ def test_a_norm_made_a_scaling_by_its_eps(name, key, eps, tmp_path):
 
 def test_gpt2_as_the_hub_has_it(tmp_path):
     """Without the prefix, with the masks, and with what its config.json says and we need not know."""
-    theirs = made("GPT2LMHeadModel")
-    theirs.save_pretrained(tmp_path)
+    theirs = published(tmp_path, "GPT2LMHeadModel")
 
     def edit(tensors):
         bare = {k.removeprefix("transformer."): t for k, t in tensors.items()}
@@ -235,8 +213,7 @@ def test_gpt2_as_the_hub_has_it(tmp_path):
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 def test_llama_as_the_hub_has_it(kind, tmp_path):
     """Rotary settings on the top level, the frequencies in the file, defaults left out."""
-    theirs = made("LlamaForCausalLM", rope_parameters=LLAMA3, rms_norm_eps=1e-6)
-    theirs.save_pretrained(tmp_path)
+    theirs = published(tmp_path, "LlamaForCausalLM", rope_parameters=LLAMA3, rms_norm_eps=1e-6)
     scaling = {kind if k == "rope_type" else k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     change(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling, rms_norm_eps=None)
     change(tmp_path, architectures=None, dtype=None, torch_dtype="float64", pretraining_tp=2)
@@ -270,14 +247,11 @@ def test_a_head_that_is_tied_and_stored(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_type_that_is_asked_for_or_the_files(dtype, tmp_path):
     saved(tmp_path, "Qwen3ForCausalLM", dtype=torch.float32)
-    exact = read_pretrained(tmp_path)["state"]
     state = read_pretrained(tmp_path, dtype)["state"]
-    assert_same_tensors(state, {n: t.to(dtype) for n, t in exact.items()})
+    assert same_state(state, {n: t.to(dtype) for n, t in read_pretrained(tmp_path)["state"].items()})
     save_file({n: t.to(dtype) for n, t in all_tensors(tmp_path).items()}, tmp_path / "model.safetensors")
-    assert_same_tensors(state, read_pretrained(tmp_path)["state"])  # the file's own
-    change_tensors(
-        tmp_path, lambda tensors: {n: t.float() if t.dim() == 1 else t for n, t in tensors.items()}
-    )
+    assert same_state(state, read_pretrained(tmp_path)["state"])  # the file's own
+    change_tensors(tmp_path, lambda tensors: {n: t.float() if "norm" in n else t for n, t in tensors.items()})
     assert {t.dtype for t in read_pretrained(tmp_path)["state"].values()} == {torch.float32}  # the widest
 
 
@@ -286,7 +260,7 @@ def test_tensors_outlive_their_file(tmp_path):
     state = read_pretrained(tmp_path)["state"]
     before = {n: t.clone() for n, t in state.items()}
     (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
-    assert_same_tensors(state, before)
+    assert same_state(state, before)
     storages = {t.untyped_storage().data_ptr() for t in state.values()}
     assert len(storages) == len(state) and all(t.is_contiguous() for t in state.values())
 
@@ -310,14 +284,11 @@ def test_the_base_is_named_with_its_licence(readme, said, tmp_path):
         (folder / "README.md").write_text(readme)
     base = {"name": "small-llama", "architecture": "LlamaForCausalLM", "license": said}
     ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
-    meta = read_pretrained(folder)["meta"]
-    assert meta == {"base": base | ids}
-    cached = tmp_path / "models--someone--small-llama/snapshots/0123abc"
-    shutil.copytree(folder, cached)
-    named = {"name": "someone/small-llama", "hub": True}
-    assert read_pretrained(cached)["meta"]["base"] == base | ids | named
-    cached = shutil.copytree(folder, tmp_path / "models--gpt2/snapshots/0123abc")  # an id without a slash
-    assert read_pretrained(cached)["meta"]["base"] == base | ids | {"name": "gpt2", "hub": True}
+    assert read_pretrained(folder)["meta"] == {"base": base | ids}
+    for name in ("someone/small-llama", "gpt2"):
+        cached = tmp_path / f"models--{name.replace('/', '--')}/snapshots/0123abc"
+        found = read_pretrained(shutil.copytree(folder, cached))["meta"]["base"]
+        assert found == base | ids | {"name": name, "hub": True}
 
 
 # --- refused, in one line that names it
@@ -332,18 +303,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     [
         (GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False"),
         (GPT2, {"attn_pdrop": 0.0}, "attn_pdrop=0.0 and resid_pdrop=0.1; one setting, dropout, is both"),
         (GPT2, {"n_head": "4"}, "n_head='4'"),
-        (GPT2, {"n_embd": 0}, "n_embd=0"),
         (GPT2, {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon=-1.0"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA, {"attention_bias": True}, "mlp_bias=False; one setting, bias, is both"),
         (LLAMA, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (LLAMA, {"rope_parameters": YARN}, "rope_type='yarn'"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
         (LLAMA, {"rope_parameters": {"full_attention": YARN}}, "rope_parameters by layer"),
-        (LLAMA, {"rope_scaling": [1, 2]}, "rope_parameters by layer"),
         (LLAMA, {"rope_parameters": LLAMA3 | {"factor": None}}, "rope_scaling.0=None"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
@@ -353,24 +320,19 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
         (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM'"),
         (LLAMA, {"architectures": None, "model_type": "mamba"}, "architecture 'None'"),
         (LLAMA, {"num_hidden_layers": 10**6}, "1000000 layers, the files hold 21 tensors"),
-        (LLAMA, {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
         (LLAMA, {"num_hidden_layers": 1}, "holds a tensor model.layers.1.input_layernorm.weight"),
         (LLAMA, {"vocab_size": 2**23}, "model.embed_tokens.weight is (61, 24), not (8388608, 24)"),
-        (LLAMA, {"head_dim": 8}, "q_proj.weight is (24, 24), not (32, 24)"),
         (GPT2, {"n_positions": 65}, "transformer.wpe.weight is (64, 24), not (65, 24)"),
         (QWEN2, {"architectures": [LLAMA]}, "holds a tensor model.layers.0.self_attn.k_proj.bias"),
         (QWEN3, {"architectures": [QWEN2]}, "holds a tensor model.layers.0.self_attn.k_norm.weight"),
     ],
 )  # fmt: skip
 def test_what_no_setting_holds(name, keys, said, tmp_path):
-    with pytest.raises(ModelError) as e:
+    with refuses(said, str(tmp_path)):
         read_pretrained(change(saved(tmp_path, name), **keys))
-    assert said in one_line(e) and str(tmp_path) in str(e.value)
 
 
-INDEX = "model.safetensors.index.json"
-
-
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 whole = partial(saved, name=LLAMA)
 
 
@@ -388,14 +350,12 @@ def drop(folder: Path):
     change_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if "norm" not in n})
 
 
-def cast(to):
-    def damage(folder: Path):
-        change_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(24).to(to)})
-
-    return damage
+def cast(folder: Path, to):
+    change_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(24).to(to)})
 
 
-WHOLE, FIRST = "model.safetensors", lambda folder: min(folder.glob("*.safetensors"))
+def first(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -408,10 +368,10 @@ WHOLE, FIRST = "model.safetensors", lambda folder: min(folder.glob("*.safetensor
         (whole, lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: not a JSON object"),
         (whole, lambda f: (f / "config.json").unlink(), "it has no config.json"),
         (whole, drop, "tensor model.layers.0.input_layernorm.weight is missing"),
-        (whole, cast(torch.int8), "model.norm.weight is of type I8"),
-        (whole, cast(torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
-        (in_shards, lambda f: cut(FIRST(f), -3), "is damaged or cut short"),
-        (in_shards, lambda f: FIRST(f).unlink(), "-00001-of-"),
+        (whole, lambda f: cast(f, torch.int8), "model.norm.weight is of type I8"),
+        (whole, lambda f: cast(f, torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
+        (in_shards, lambda f: cut(first(f), -3), "is damaged or cut short"),
+        (in_shards, lambda f: first(f).unlink(), "-00001-of-"),
         (in_shards, lambda f: cut(f / INDEX, 99), "index.json is damaged"),
         (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "must name files beside it"),
         (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'), "files beside it"),
@@ -420,9 +380,8 @@ WHOLE, FIRST = "model.safetensors", lambda folder: min(folder.glob("*.safetensor
 )
 def test_a_damaged_folder(make, damage, said, tmp_path):
     damage(make(tmp_path))
-    with pytest.raises((ModelError, BadFile)) as e:
+    with refuses(said, str(tmp_path)):
         read_pretrained(tmp_path)
-    assert said in one_line(e) and str(tmp_path) in str(e.value)
 
 
 def test_a_pickle_is_refused_with_the_remedy(tmp_path):
@@ -430,16 +389,14 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path):
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     read_pretrained(tmp_path)  # beside the other it is not looked at
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(BadFile) as e:
+    with refuses("pytorch_model.bin is a pickle", "save_pretrained"):
         open_model(tmp_path)
-    assert "pytorch_model.bin is a pickle" in one_line(e) and "save_pretrained" in str(e.value)
 
 
 @pytest.mark.parametrize(
     "variant, more, said",
     [
         ("coupled", {}, "norm=coupled"),
-        ("cbwc", {}, "norm=cbwc"),
         ("dyt", {}, "norm=dyt"),
         ("rmsnorm-internal", {}, "taper=internal"),
         ("layernorm", {}, "norm=layernorm"),
@@ -453,10 +410,9 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path):
     ],
 )
 def test_what_no_stock_class_holds(variant, more, said, tmp_path):
-    file = tiny(variant, **more).to_file({})
-    with pytest.raises(ModelError) as e:
-        write_pretrained(file, tmp_path / "out")
-    assert said in one_line(e) and "no stock class" in str(e.value) and not (tmp_path / "out").exists()
+    with refuses(said, "no stock class"):
+        write_pretrained(tiny(variant, **more).to_file({}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_our_own_goes_out(tmp_path):
@@ -471,14 +427,11 @@ def test_a_model_of_our_own_goes_out(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_a_head_with_a_bias_does_not_go_out(tmp_path):
+def test_what_cannot_go_out_is_refused(tmp_path):
     file = tiny("rmsnorm", tie_embeddings=False).to_file({})
     file["state"]["lm_head.bias"] = torch.zeros(61)
     with refuses("LlamaForCausalLM has no place for lm_head.bias"):
         write_pretrained(file, tmp_path / "out")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with refuses("cannot write"):
         write_pretrained(tiny("rmsnorm").to_file({}), tmp_path / "file/out")
@@ -492,16 +445,15 @@ def test_open_model_tells_folders_apart(tmp_path):
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"max_iters": 60, "out_dir": "run"}))
     write_file(tiny("rmsnorm").to_file({}), run / "model.pt")
-    assert is_pretrained(pretrained) and not is_pretrained(run) and not is_pretrained(run / "model.pt")
     own = run / "model.pt"
+    assert [is_pretrained(path) for path in (pretrained, run, own)] == [True, False, False]
     for name, path in ((pretrained, pretrained), (run, own), (own, own)):
         file, where = open_model(str(name))
-        assert where == path
-        from_file(file, where)
+        assert where == path and from_file(file, where)
     cut(pretrained / "config.json", 40)
     with refuses("config.json is damaged"):
         open_model(pretrained)
-    with pytest.raises(BadInput, match="holds no run"):
+    with refuses("holds no run"):
         open_model(tmp_path)
 
 
@@ -526,9 +478,7 @@ def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
     file, path = open_model("a/b")
     assert path == folder and file["meta"]["base"]["name"] == "a/b" and asked == [("a/b", False)]
 
-    def unreachable(name, timeout):
-        raise ConnectionError("no route")
-
+    unreachable = Mock(side_effect=ConnectionError("no route"))
     stand_in(monkeypatch, model_info=unreachable, snapshot_download=snapshot_download)
     assert find("a/b") == folder and asked[1:] == [("a/b", True)]  # what an earlier call fetched
 
@@ -536,17 +486,13 @@ def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
 def test_a_name_that_nothing_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("out/demo/model.pt", "/nowhere/at/all", "a/b/c", "../x", ""):
-        with pytest.raises(BadInput) as e:
+        with refuses("no such file or folder"):
             find(name)
-        assert one_line(e).startswith("no such file or folder")
 
-    def gone(*args, **more):
-        raise OSError("404 Client Error.\nRepository Not Found")
-
+    gone = Mock(side_effect=OSError("404 Client Error.\nRepository Not Found"))
     stand_in(monkeypatch, model_info=gone, snapshot_download=gone)
-    with pytest.raises(BadInput) as e:
+    with refuses("no such file or folder: out/dmo", "OSError: 404 Client Error."):
         find("out/dmo")
-    assert "no such file or folder: out/dmo" in one_line(e) and "OSError: 404 Client Error." in str(e.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with refuses("pip install huggingface_hub"):
         find("gpt2")
@@ -586,8 +532,8 @@ print(sum(t.nbytes for t in state.values()), peak.bytes)
     [
         (GPT2, "float32", "None"),
         (LLAMA, "bfloat16", "None"),
-        pytest.param(LLAMA, "float32", "None", marks=pytest.mark.slow),
-        pytest.param(GPT2, "float32", "bfloat16", marks=pytest.mark.slow),
+        slow(LLAMA, "float32", "None"),
+        slow(GPT2, "float32", "bfloat16"),
     ],
 )
 def test_reading_takes_the_weights_and_no_more(name, stored, read, tmp_path):
@@ -598,9 +544,6 @@ def test_reading_takes_the_weights_and_no_more(name, stored, read, tmp_path):
     kind = getattr(transformers, name)
     model = kind(kind.config_class(vocab_size=4000, **sizes)).to(getattr(torch, stored))
     model.save_pretrained(tmp_path, max_shard_size="20MB")
-    command = [sys.executable, "-c", MEASURE, tmp_path, read]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    weights, peak = map(int, result.stdout.split())
+    weights, peak = map(int, said_by("-c", MEASURE, tmp_path, read).split())
     largest = max(p.nbytes for p in model.parameters())
     assert weights > 25e6 and 0.9 * weights < peak <= 1.1 * weights + largest, (weights, largest, peak)

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import BPE_SIZE, norm_names, randomize
-from running import assert_same, assert_same_run, final, flags, launch, metrics, refused, train
+from conftest import BPE_SIZE, norm_names, randomize, slow
+from running import assert_goes_on_from, assert_same_run, final, flags, killed, metrics, ran, refused, train
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
@@ -40,25 +39,21 @@ def started(out, corpus, weights, **knobs):
     return [f"--{name}={value}" for name, value in knobs.items()]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# every family
+# --- every family
 
 
 FAST = [("gpt2", "all", False), ("qwen3", "all", True)]  # family, taper, taper_qk
-SLOW = [(family, taper, False) for family in FAMILIES for taper in ("internal", "all")]
-SLOW.remove(FAST[0])
+CELLS = [(family, taper, False) for family in FAMILIES for taper in ("internal", "all")]
+SLOW = [slow(*cell) for cell in CELLS if cell not in FAST]
 
 
-@pytest.mark.parametrize(
-    "family, taper, taper_qk", FAST + [pytest.param(*x, marks=pytest.mark.slow) for x in SLOW]
-)
+@pytest.mark.parametrize("family, taper, taper_qk", FAST + SLOW)
 def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bpe_corpus, tmp_path, capfd):
     """60 steps in float64 from the weights: gate to 0, both exports exact to 1e-9."""
     weights, out = hf_folder(tmp_path / "hf", family, bpe_corpus), tmp_path / "run"
-    more = {"taper_qk": True} if taper_qk else {}
-    train(*started(out, bpe_corpus, weights, taper=taper, dtype="float64", aux_weight=0.1, **more))
-    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
-    assert first["gate"] == 1
+    knobs = {"taper": taper, "taper_qk": taper_qk, "dtype": "float64", "aux_weight": 0.1}
+    train(*started(out, bpe_corpus, weights, **knobs))
+    assert metrics(out)[0]["gate"] == 1
     state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
     assert {state[n].item() for n in state if n.endswith("ema_count")} == {15.0}  # gate_start
     for name in ("unfused.pt", "folded.pt"):
@@ -73,8 +68,7 @@ def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bp
 
 
 def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread):
-    """GPT-2's matrices stay (in, out) in memory. The optimizer, a checkpoint and a resumed run see the same
-    numbers as those of a model file that holds them (out, in)."""
+    """GPT-2's matrices stay (in, out): optimizer, checkpoint and resume see the numbers of (out, in) ones."""
     weights, columns = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus), "blocks.0.attn.qkv.weight"
     file = read_pretrained(weights)
     assert not file["state"][columns].is_contiguous()
@@ -90,13 +84,7 @@ def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread
         for kept in ("ckpt.pt", "ckpt.prev.pt"):
             state = torch.load(tmp_path / name / kept, weights_only=True)["state"]
             assert state[columns].is_contiguous() == is_row
-    stopped = tmp_path / "stopped"
-    shutil.copytree(tmp_path / "columns", stopped)
-    (stopped / "ckpt.pt").unlink()  # what a run leaves that was killed after step 6
-    for export in ("unfused.pt", "folded.pt"):
-        (stopped / export).unlink()
-    train("--init_from=resume", f"--out_dir={stopped}")
-    assert_same_run(tmp_path / "columns", stopped)
+    assert_goes_on_from(6, tmp_path / "columns", tmp_path / "stopped")
 
 
 @pytest.mark.slow(minutes=0.6)
@@ -110,17 +98,15 @@ def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus,
     short |= {"log_interval": 1, "gradient_accumulation_steps": 2, "taper": "internal", "dtype": "float64"}
     train(*started(tmp_path / "one", bpe_corpus, weights, **short))
     other = started(tmp_path / "other", bpe_corpus, weights, **short, compile=how == "compiled")
-    process = launch(*other, ranks=1 if how == "compiled" else 2, stdout=-1, stderr=-2)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    ran(*other, ranks=1 if how == "compiled" else 2)
     one, other = (metrics(tmp_path / name) for name in ("one", "other"))
     for a, b in zip(one, other, strict=True):
         for name in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
             assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-10), (name, a["iter"])
 
 
-@pytest.mark.parametrize("norm", ["cbwc", "coupled"])
-def test_cbwc_and_coupled_start_from_a_checkpoint(norm, bpe_corpus, tmp_path, capfd):
-    family = {"cbwc": "gpt2", "coupled": "llama"}[norm]
+@pytest.mark.parametrize("norm, family", [("cbwc", "gpt2"), ("coupled", "llama")])
+def test_cbwc_and_coupled_start_from_a_checkpoint(norm, family, bpe_corpus, tmp_path, capfd):
     weights = hf_folder(tmp_path / "hf", family, bpe_corpus)
     train(*started(tmp_path / "run", bpe_corpus, weights, norm=norm, **TWO_STEPS))
     said = capfd.readouterr().out
@@ -136,8 +122,7 @@ def test_cbwc_with_dropout_says_that_it_is_not_layernorm(bpe_corpus, tmp_path, c
     assert "cbwc with dropout is not LayerNorm" in capfd.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------
-# a run's own weights
+# --- a run's own weights
 
 
 @pytest.fixture(scope="module")
@@ -161,36 +146,16 @@ def test_a_run_goes_on_with_a_taper(base, corpus, tmp_path):
 
 def test_killed_and_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path, one_thread):
     """Without the weights it began with: the checkpoint holds all it needs."""
-    moved = tmp_path / "weights.pt"
-    moved.write_bytes((base / "ckpt.pt").read_bytes())
+    moved = shutil.copy(base / "ckpt.pt", tmp_path / "weights.pt")
     flags_of = partial(started, corpus=corpus, weights=moved, taper="all", dropout=0.1)
     train(*flags_of(tmp_path / "whole"))
-    kill = {"at": "after", "n": 33, "do": "kill"}
-    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    killed(flags_of(tmp_path / "cut"), "after", 33)
     moved.unlink()
     train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
-    assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-REFUSED = [
-    ({"n_embd": 64}, "n_embd=64 contradicts"),
-    ({"block_size": 64}, "block_size=64 is longer than the 32"),
-    ({"norm": "layernorm"}, "norm=layernorm cannot start from the rmsnorm"),
-    ({"mlp": "gelu"}, "mlp=gelu contradicts"),
-    ({"vocab_size": 500}, "vocab_size=500 contradicts"),
-]
-
-
-@pytest.mark.parametrize(("knobs", "said"), REFUSED)
-def test_what_contradicts_the_weights_is_refused_by_name(base, corpus, tmp_path, capsys, knobs, said):
-    argv = started(tmp_path / "run", corpus, base, **knobs)
-    assert said in refused(capsys, *argv)
-    assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------
-# networks whose norms are gone
+# --- networks whose norms are gone
 
 SHORT = dict(max_iters=8, warmup_iters=2, eval_interval=8, log_interval=2, ckpt_interval=3)
 FINISHED = {  # name -> knobs of a run to its end
@@ -201,30 +166,26 @@ FINISHED = {  # name -> knobs of a run to its end
     "coupled": {"norm": "coupled"},
     "cbwc": {"norm": "cbwc"},
 }  # fmt: skip
-BEGUN = {  # file -> what a run that begins from it exports, of a network that a fold changes
-    "": {"unfused.pt", "folded.pt"}, "unfused.pt": {"unfused.pt", "folded.pt"}, "folded.pt": {"folded.pt"},
-}  # fmt: skip
+BOTH = {"unfused.pt", "folded.pt"}
+BEGUN = {"": BOTH, "unfused.pt": BOTH, "folded.pt": {"folded.pt"}}  # file -> the exports of a run from it
 
 
-def finished(out, corpus, **knobs) -> Path:
+def finished(name: str, corpus, folder: Path) -> Path:
     plain = {"taper": "none", "aux_weight": 0.0, "gate_start": None, "gate_end": None}
-    train(*flags(out, corpus, **{**plain, **SHORT, **knobs}))
-    return out
+    train(*flags(folder / name, corpus, **plain | SHORT | FINISHED[name]))
+    return folder / name
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name != "all" else ()) for name in FINISHED],
-)
+@pytest.fixture(scope="module", params=["all", *(slow(name) for name in FINISHED if name != "all")])
 def ended(request, corpus, tmp_path_factory) -> Path:
     """A run that has come to its end."""
-    return finished(tmp_path_factory.mktemp("ended") / request.param, corpus, **FINISHED[request.param])
+    return finished(request.param, corpus, tmp_path_factory.mktemp("ended"))
 
 
 @pytest.fixture(scope="module")
 def norm_free(corpus, tmp_path_factory) -> Path:
     """A run without any norm at its end, with a scale that was held."""
-    return finished(tmp_path_factory.mktemp("norm_free") / "run", corpus, **FINISHED["all"])
+    return finished("all", corpus, tmp_path_factory.mktemp("norm_free"))
 
 
 def begun(out, corpus, weights, **knobs):
@@ -259,8 +220,7 @@ def test_a_run_without_norms_killed_and_resumed_is_the_same_run(norm_free, corpu
     """From a fold, whose scale the loss goes on to hold: with the target that it has in this run."""
     flags_of = partial(begun, corpus=corpus, weights=norm_free / "folded.pt", aux_weight=0.1, gate_start=2)
     train(*flags_of(tmp_path / "whole"))
-    kill = {"at": "after", "n": 5, "do": "kill"}
-    assert launch(*flags_of(tmp_path / "cut"), fault=kill).wait(timeout=120) == -signal.SIGKILL
+    killed(flags_of(tmp_path / "cut"), "after", 5)
     train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert metrics(tmp_path / "cut")[-1]["train/aux"] > 0
@@ -285,20 +245,24 @@ def test_the_middle_of_a_taper_is_no_beginning(corpus, tmp_path, capsys):
     assert "in the middle of its taper (gates up to 0.5); start from weights from before or after" in said
 
 
-WITHOUT_NORMS_REFUSED = [
-    ({"taper": "internal"}, "the norms that a fold takes are gone, and the rest stay; use taper=none"),
-    ({"gate_schedule": "sequential", "gate_gaps": "1,1,1"}, "gate_schedule=sequential needs taper="),
-    ({"norm": "coupled"}, "norm=coupled contradicts"),
-    ({"calibration": "mean_scale"}, "calibration=mean_scale contradicts"),
-    ({"form": "unfused"}, "form=unfused contradicts"),
-    ({"n_embd": 64}, "n_embd=64 contradicts"),
-]
-
-
-@pytest.mark.parametrize(("knobs", "said"), WITHOUT_NORMS_REFUSED)
-def test_what_a_network_without_norms_cannot_do_is_one_line(norm_free, corpus, tmp_path, capsys, knobs, said):
-    assert said in refused(capsys, *begun(tmp_path / "run", corpus, norm_free / "folded.pt", **knobs))
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    "weights, knobs, said",
+    [
+        ("base/ckpt.pt", {"n_embd": 64}, "n_embd=64 contradicts"),
+        ("base/ckpt.pt", {"block_size": 64}, "block_size=64 is longer than the 32"),
+        ("base/ckpt.pt", {"norm": "layernorm"}, "norm=layernorm cannot start from the rmsnorm"),
+        ("base/ckpt.pt", {"vocab_size": 500}, "vocab_size=500 contradicts"),
+        ("norm_free/folded.pt", {"taper": "internal"}, "the norms that a fold takes are gone, and the rest"),
+        ("norm_free/folded.pt", {"gate_schedule": "sequential", "gate_gaps": "1,1,1"}, "needs taper="),
+        ("norm_free/folded.pt", {"norm": "coupled"}, "norm=coupled contradicts"),
+        ("norm_free/folded.pt", {"calibration": "mean_scale"}, "calibration=mean_scale contradicts"),
+        ("norm_free/folded.pt", {"form": "unfused"}, "form=unfused contradicts"),
+    ],
+)
+def test_what_contradicts_the_weights_is_refused(weights, knobs, said, request, corpus, tmp_path, capsys):
+    run, _, file = weights.partition("/")
+    argv = begun(tmp_path / "run", corpus, request.getfixturevalue(run) / file, **knobs)
+    assert said in refused(capsys, *argv) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("mlp", [{"mlp": "swiglu"}, {"mlp": "gelu", "bias": True}], ids=str)
@@ -399,8 +363,7 @@ def test_details_of_a_taper_go_with_it(corpus, tmp_path):
     assert (settings["taper_qk"], settings["calib_skip_first"], settings["qk_norm"]) == (False, False, True)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# dropout's masks are a function of (seed, step, micro-batch)
+# --- dropout's masks are a function of (seed, step, micro-batch)
 
 
 @pytest.mark.slow
@@ -408,12 +371,9 @@ def test_with_dropout_two_ranks_equal_one(corpus, tmp_path):
     knobs = dict(dropout=0.2, gradient_accumulation_steps=2, dtype="float64", max_iters=12, gate_start=4)
     knobs |= {"gate_end": 8, "eval_interval": 12}
     train(*flags(tmp_path / "one", corpus, **knobs))
-    process = launch(*flags(tmp_path / "two", corpus, **knobs), ranks=2, stdout=-1, stderr=-2)
-    out = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, out
+    ran(*flags(tmp_path / "two", corpus, **knobs), ranks=2)
     one, two = final(tmp_path / "one")["state"], final(tmp_path / "two")["state"]
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(two, one, rtol=1e-8, atol=1e-10)
 
 
 def test_dropout_acts_and_differs_from_step_to_step(corpus, tmp_path):

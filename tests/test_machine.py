@@ -4,17 +4,14 @@ import ctypes
 import json
 import os
 import platform
-import shutil
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import one_line, tiny
-from running import ROOT, assert_same_run, flags, metrics, train
+from conftest import refuses, tiny
+from running import ROOT, assert_goes_on_from, assert_same_run, cut_back, flags, metrics, said_by, train
 
 from config import Config
-from nanonorm.errors import BadInput
 from nanonorm.machine import keep_freed_memory, pick_device, pick_dtype, widest_float
 from nanonorm.optimizer import make_optimizer
 
@@ -53,12 +50,10 @@ print(json.dumps(asked))
 def elsewhere(*commands) -> list[str]:
     """The lines that commands print on a system that is not Linux; last, what they looked for in vain."""
     words = json.dumps([list(map(str, command)) for command in commands])
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, words], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    return said_by("-c", ELSEWHERE, words, env=os.environ | {"OMP_NUM_THREADS": "1"}).splitlines()
+
+
+SHORT = dict(max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interval=6, ckpt_interval=5)
 
 
 @pytest.mark.slow
@@ -66,12 +61,9 @@ def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path, one_thread):
     """Trained, resumed, sampled and timed; the runs are the one made here, to the bit."""
     here, there, resumed = (tmp_path / name for name in ("here", "there", "resumed"))
     demo = ROOT / "config/demo.py"
-    toy = flags(
-        here, corpus, max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interval=6, ckpt_interval=5
-    )
+    toy = flags(here, corpus, **SHORT)
     train(demo, *toy)
-    shutil.copytree(here, resumed)
-    (resumed / "ckpt.prev.pt").replace(resumed / "ckpt.pt")  # as a kill after step 10 leaves it
+    cut_back(10, here, resumed)
     lines = elsewhere(
         ["train.py", demo, *toy, f"--out_dir={there}"],
         ["train.py", "--init_from=resume", f"--out_dir={resumed}"],
@@ -89,19 +81,15 @@ def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path, one_thread):
 
 @pytest.mark.parametrize("error", [OSError, TypeError, AttributeError])
 def test_memory_is_kept_only_where_the_c_library_can(monkeypatch, error):
-    def refuse(name):
-        raise error("no library by that name")
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=error("no library by that name")))
     keep_freed_memory()
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this is a Mac")
 @pytest.mark.parametrize("name", ["mps", "mps:0", "cuda:99", "meta", "gpu"])
 def test_a_device_that_is_not_there(name):
-    with pytest.raises(BadInput) as e:
+    with refuses(f"device={name} is not available on this machine; use --device=c"):
         pick_device(name)
-    assert one_line(e).startswith(f"device={name} is not available on this machine; use --device=c")
 
 
 def test_mps_computes_in_float32():
@@ -109,7 +97,7 @@ def test_mps_computes_in_float32():
     picked = {pick_dtype(name, mps, 1024) for name in ("auto", "float32")}
     assert picked == {widest_float(mps)} == {torch.float32}
     for name in ("bfloat16", "float64"):
-        with pytest.raises(BadInput, match=f"mps has no {name}.*--dtype=float32"):
+        with refuses(f"mps has no {name}", "--dtype=float32"):
             pick_dtype(name, mps, 1024)
 
 
@@ -121,20 +109,16 @@ class Unfused(torch.optim.AdamW):
 @pytest.mark.slow
 def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatch):
     """As on mps: it learns, resumes, and skips a step that is not finite, as the fused one does."""
-    fused, unfused, resumed = (tmp_path / name for name in ("fused", "unfused", "resumed"))
-    knobs = dict(max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interval=6, ckpt_interval=5)
+    fused, unfused = tmp_path / "fused", tmp_path / "unfused"
     bad = dict(taper="none", aux_weight=0, learning_rate=1e30, warmup_iters=0, log_interval=4)
-    train(*flags(fused, corpus, **knobs))
+    train(*flags(fused, corpus, **SHORT))
     said = train(*flags(tmp_path / "bad", corpus, **bad), expect=None)
 
     monkeypatch.setattr(torch.optim, "AdamW", Unfused)
-    train(*flags(unfused, corpus, **knobs))
+    train(*flags(unfused, corpus, **SHORT))
     for one, other in zip(metrics(fused), metrics(unfused), strict=True):
         assert one == pytest.approx(other, rel=1e-4)  # the same numbers in float32, in another order
-    shutil.copytree(unfused, resumed)
-    (resumed / "ckpt.prev.pt").replace(resumed / "ckpt.pt")
-    train("--init_from=resume", f"--out_dir={resumed}")
-    assert_same_run(unfused, resumed)
+    assert_goes_on_from(10, unfused, tmp_path / "resumed")
     again = train(*flags(tmp_path / "bad2", corpus, **bad), expect=None)
     assert "non-finite" in said and again == said.replace("/bad/", "/bad2/")
 

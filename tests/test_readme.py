@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from running import flags, train
+from running import flags, said_by, train
 from test_init_from import hf_folder
 
 from config import Config
@@ -22,12 +22,8 @@ from nanonorm import cli
 from nanonorm.files import ROOT
 from scripts import sweep
 
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    ROOT / "results/README.md",
-    *ROOT.glob("config/*.md"),
-    *sorted(ROOT.glob("docs/**/*.md")),
-]
+PAGES = [page for where in ("*", "config/*", "docs/**/*") for page in sorted(ROOT.glob(f"{where}.md"))]
+PAGES.append(ROOT / "results/README.md")
 
 
 def blocks(kind: str, *pages: str) -> list[str]:
@@ -117,8 +113,7 @@ def test_the_folding_example_prints_what_it_should():
 def test_the_ablation_example_is_a_config_file(tmp_path):
     (code,) = [block for block in blocks("python") if "from config." in block]
     (tmp_path / "ablation.py").write_text(code)
-    config, _, _ = cli.parse(Config, [str(tmp_path / "ablation.py")], files=True)
-    config.resolve()
+    config = cli.parse(Config, [str(tmp_path / "ablation.py")], files=True)[0].resolve()
     assert config.gate_start == config.max_iters // 4 and config.taper == "internal"
 
 
@@ -131,14 +126,10 @@ def test_every_command_is_one_that_works(page):
             pytest.fail(f"{shlex.join(words)}: {type(e).__name__}: {e}")
 
 
-PLACES = [
-    "```sh\n. j && COMMAND  # and why\n```\n",
-    "```bash\n. \\\n    j\nCOMMAND | tee b\n```\n",
-    "Say `python` or `COMMAND`.",
-]
+IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    j\nCOMMAND | tee b\n```\n"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [IN_SH, IN_BASH, "Say `python` or `COMMAND`."])
 @pytest.mark.parametrize(
     "command",
     ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
@@ -190,9 +181,8 @@ def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
     }
     commands = commands_of("docs/pretrained.md", **instead)
     for words in itertools.takewhile(lambda words: REAL not in words, commands):
-        name = Path(words[1]).name
-        said = run_as_written(words, *smaller[name])
-        ran.append(name)
+        ran.append(Path(words[1]).name)
+        said = run_as_written(words, *smaller[ran[-1]])
     assert ran == ["prepare.py", "train.py", "sample.py", "bench.py"] and said.rstrip().endswith("}")
 
 
@@ -205,11 +195,8 @@ def test_a_real_model_is_taken(smollm2, tmp_path):
     instead = {f"out/{name}": tmp_path / name for name in ("smollm2_hf", "smollm2_coupled")}
     corpus = tmp_path / "stdlib"
     instead |= {REAL: smollm2, "data/stdlib_smollm2": corpus, "stdlib_smollm2": corpus}
-    smaller = {
-        "couple.py": ["--tokens=512", "--compared=128", "--window=128"],
-        "bench.py": ["--iters=1", "--warmup=0"],
-    }
-    said = {}
+    couple = ["--tokens=512", "--compared=128", "--window=128"]
+    said, smaller = {}, {"couple.py": couple, "bench.py": ["--iters=1", "--warmup=0"]}
     for words in commands_of("docs/pretrained.md", **instead):
         name = Path(words[1]).name
         if said or str(smollm2) in words:
@@ -237,9 +224,7 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
         ran.append(words[1])
     (lens,) = [code for code in blocks("python", "docs/export.md") if "TransformerBridge" in code]
     here = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}  # nothing of ours
-    command, cwd = [sys.executable, "-c", lens], tmp_path / "all-exports"
-    done = subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True)
-    assert done.stdout.endswith("True\n"), done.stderr
+    assert said_by("-c", lens, cwd=tmp_path / "all-exports", env=here, timeout=None).endswith("True\n")
     assert ran.count("scripts/convert.py") == 5 and {"bench.py", "scripts/harness/run.py"} <= set(ran)
 
 
@@ -291,8 +276,7 @@ def test_what_to_touch_is_there():
 
 
 def test_config_files_are_the_papers_setting():
-    """Steps 500k, 500k, 750k, 1M; 16 x 512 tokens; AdamW; lambda and mu. The gate is the paper's with a
-    flag."""
+    """Steps 500k, 500k, 750k, 1M; 16 x 512 tokens; AdamW; lambda and mu. Its gate takes a flag."""
     sizes = ("1m", 64, 500_000), ("3m", 128, 500_000), ("9m", 256, 750_000), ("30m", 512, 1_000_000)
     for size, width, steps in sizes:
         for words in (f"taper_{size}.py", f"taper_{size}.py --gate_end_ratio=1", f"baseline_{size}.py"):
@@ -309,8 +293,7 @@ def test_config_files_are_the_papers_setting():
 
 @pytest.mark.slow(minutes=3)
 def test_the_demo(tmp_path):
-    """A fresh clone, the first command without the installation: about two minutes, below 2 GiB, three
-    phases, a table."""
+    """A fresh clone, its first command but the installation: two minutes, 2 GiB, three phases, a table."""
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     lines = "".join(blocks("sh", "README.md")).splitlines()
     (command,) = [line for line in lines if "config/demo.py" in line and "&&" in line]

@@ -1,8 +1,5 @@
 """The report of the papers: which runs it takes, what it says of those it leaves out, and that its numbers
-are what they are called. And the README's picture.
-
-The runs here are written by hand, with curves that are known.
-"""
+are what they are called. And the README's picture. The runs here are written by hand, with known curves."""
 
 import csv
 import json
@@ -20,22 +17,24 @@ import torch
 pytest.importorskip("matplotlib")
 
 from config import Config
-from data import prepare
+from data.tokenizer import load_tokenizer
 from forms import export_files
-from nanonorm.errors import one_line_errors
-from nanonorm.files import FORMAT, ROOT
+from nanonorm.files import FORMAT
 from scripts import report
 from scripts.studies import picture, residual
 from scripts.studies.figures import Figures, Panel, smooth
 from scripts.studies.runs import PAPER_ROWS, Unusable, load
 from tests.conftest import tiny
+from tests.running import refused
 
+REPORT = "scripts/report.py"
 LOSS = {v: 3 + 0.03 * i for i, v in enumerate(PAPER_ROWS)}  # of seed 0; seed s adds s / 10 to it
 
 
-def write_run(
-    folder: Path, variant: str, seed: int, steps: int = 400, corpus=None, versions=None, worse=0.0, **knobs
-):
+VERSIONS = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
+
+
+def write_run(folder, variant: str, seed: int, steps=400, corpus=None, versions=None, worse=0.0, **knobs):
     """A finished run with smooth curves; its validation loss is LOSS[variant] + seed / 10 + worse unless
     lambda pulls. corpus, versions: what differs in its header. Returns its folder."""
     norm, taper, anchored = PAPER_ROWS[variant]
@@ -43,21 +42,18 @@ def write_run(
     cfg = Config(norm=norm, taper=taper, seed=seed, max_iters=steps, **knobs).resolve()
     text = {"tokenizer_sha256": "ab" * 32, "source": "hand-made", "vocab_size": 400}
     text |= {"train_tokens": 1000, "val_tokens": 100, **(corpus or {})}
-    code = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
-    code |= versions or {}
+    code = VERSIONS | (versions or {})
     lines = [{"settings": asdict(cfg), "versions": code, "corpus": text, "parameters": 1234}]
     loss = LOSS[variant] + seed / 10 + worse + 0.01 * cfg.aux_weight
+    cs = {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for i in range(cfg.n_layer) for kind in ("attn", "mlp")}
     for k in range(10, steps + 1, 10):
         t = k / steps
         falling = loss + 3 * math.exp(-5 * t)
-        line = {"iter": k, "train/loss": falling, "train/ce": falling, "lr": 1 - t}
-        line |= {"s/mean": 0.2 * (1 + t / (1 + cfg.aux_weight)), "perf/tok_s": 1000.0 + k}
+        line = {"iter": k, "train/loss": falling, "train/ce": falling, "lr": 1 - t, "perf/tok_s": 1000.0 + k}
+        line |= {"s/mean": 0.2 * (1 + t / (1 + cfg.aux_weight))}
         line |= {"logits/l2": 100 + 60 * t * (taper in ("final", "all"))}
         line |= {"s/target": 0.2} if anchored else {}
-        if taper != "none":
-            line |= {"gate": 1 - t, "taper/c.final": 5.0}
-            for i in range(cfg.n_layer):
-                line |= {f"taper/c.{i}.{kind}": 30.0 / (1 + i) for kind in ("attn", "mlp")}
+        line |= {"gate": 1 - t, "taper/c.final": 5.0, **cs} if taper != "none" else {}
         lines.append(line)
     lines[-1] |= {"val/loss": loss, "val/bpb": loss / 2}
     folder.mkdir(parents=True)
@@ -68,22 +64,29 @@ def write_run(
     return folder
 
 
+def change_log(folder: Path, changes: dict[int, dict]):
+    """Put values into lines of a run's log."""
+    log = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for number, values in changes.items():
+        lines[number] |= values
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def points_of(out: Path, *key) -> list[dict]:
     """The rows of curves.csv that begin with figure, panel, curve as in `key`."""
     rows = csv.DictReader((out / "curves.csv").open())
     return [r for r in rows if tuple(r[c] for c in ("figure", "panel", "curve"))[: len(key)] == key]
 
 
-def command(*argv):
-    """report.py in this process."""
-    with one_line_errors():
-        report.main([*map(str, argv)])
-
-
 def make(out: Path, *argv) -> str:
     """The text of report.md."""
-    command("papers", *argv, f"--out={out}")
+    report.main(["papers", *map(str, argv), f"--out={out}"])
     return (out / "report.md").read_text()
+
+
+def figures_of(text: str) -> list[str]:
+    return re.findall(r"^!\[([^]]+)\]", text, re.M)
 
 
 def table(text: str, title: str) -> dict[str, list[str]]:
@@ -102,8 +105,7 @@ def undrawn(monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tuple[Path, Path, str]:
-    """(runs, report folder, report.md): every variant with three seeds, but internal with one and derf with
-    none."""
+    """(runs, report folder, report.md): every variant with three seeds; internal with one, derf with none."""
     runs, out = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("report")
     for v in PAPER_ROWS:
         for seed in {"internal": [2], "derf": []}.get(v, [1, 2, 3]):
@@ -135,17 +137,15 @@ def test_the_table_holds_means_deviations_and_gaps(small):
 
 def test_every_figure_and_every_number_behind_it_is_written(small):
     _, out, text = small
-    shown = [line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")]
+    shown = figures_of(text)
     assert set(shown) == {"loss_tapers", "logits", "calibration"}
     assert all((out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in shown)
     points = points_of(out)
     assert {p["figure"] for p in points} == set(shown)
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
     assert all(float(p["low"]) <= float(p["mean"]) + 1e-9 <= float(p["high"]) + 2e-9 for p in points)
-    for panel, value in (
-        ("Norm of the logits", lambda t: 100 + 60 * t),
-        ("Scale of the last stream", lambda t: 0.2 * (1 + t)),
-    ):
+    logits, scale = (lambda t: 100 + 60 * t), (lambda t: 0.2 * (1 + t))
+    for panel, value in (("Norm of the logits", logits), ("Scale of the last stream", scale)):
         at = {int(p["x"]) / 400: p for p in points_of(out, "logits", panel, "all")}
         assert len(at) == 40 and {p["n"] for p in at.values()} == {"3"}
         assert all(float(p["mean"]) == pytest.approx(value(t), rel=1e-4) for t, p in at.items())
@@ -184,8 +184,7 @@ def test_steps_of_a_long_run_keep_their_digits(tmp_path):
 
 
 def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
-    variants = ("baseline", "coupled")
-    rows = {v: [load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)] for v in variants}
+    rows = {v: [load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)] for v in ("baseline", "coupled")}
     found = {"baseline": [[1.0, 2], [3, 4], [1.2, 1.4]], "coupled": [[1.0, 2], [3, 4], [1.1, 1.2]]}
     of_run = lambda run, tokens: np.array(found[run.variant]) * [[1], [1], [run.seed]]  # noqa: E731
     monkeypatch.setattr(residual, "stream_rms", of_run)
@@ -314,15 +313,12 @@ def test_sizes_lengths_and_settings_are_never_averaged(undrawn, tmp_path):
     assert len(lines) == 2 + 4 and sections[0].count("### gate_start, gate_end, aux_weight, 400 steps") == 1
     assert f"| internal_aux | 20 | 400 | 10.0 | 2 | 1, 2 | {aux + 0.25:.4f} ± 0.0707 |" in sections[0]
     gap = np.mean([100 * (LOSS["internal"] + 0.21 + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
-    assert (
-        f"| internal | 10 | 200 | - | 2 | 1, 2 | {LOSS['internal'] + 0.36:.4f} ± 0.0707 | {gap:+.2f} "
-        in sections[0]
-    )
+    loss = f"{LOSS['internal'] + 0.36:.4f} ± 0.0707"
+    assert f"| internal | 10 | 200 | - | 2 | 1, 2 | {loss} | {gap:+.2f} " in sections[0]
     assert not any("1, 2 |" in section for section in sections[1:])
     points = points_of(tmp_path / "out")
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
-    shown = {line[2:].split("]")[0] for line in text.splitlines() if line.startswith("![")}
-    assert {p["figure"] for p in points} == shown
+    assert {p["figure"] for p in points} == set(figures_of(text))
 
 
 def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path, capsys):
@@ -343,9 +339,8 @@ def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path,
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
     assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
     for bad, said in (("lr", "train.py has no such knob"), ("gate_end_ratio", "it sets no runs apart")):
-        with pytest.raises(SystemExit):
-            make(tmp_path / "out", runs, f"--tuned={bad}")
-        assert f": --tuned={bad}: {said}\n" in capsys.readouterr().err
+        argv = ("papers", runs, f"--tuned={bad}", f"--out={tmp_path / 'out'}")
+        assert f": --tuned={bad}: {said}\n" in refused(capsys, *argv, program=REPORT)
 
 
 def test_runs_from_two_sets_of_weights_are_two(undrawn, tmp_path):
@@ -367,11 +362,8 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
     write_run(runs / "c", "baseline", 3, versions={"torch": "3"})
     write_run(runs / "d", "baseline", 4, versions={"commit": "1" * 40})
     write_run(runs / "e", "baseline", 5, compile=True)
-    log = runs / "e/metrics.jsonl"
-    head, *lines = log.read_text().splitlines(keepends=True)
-    head = json.loads(head)
-    head["resumed"] = [{"iter": 200, "versions": head["versions"] | {"device": "gpu", "threads": 2}}]
-    log.write_text(json.dumps(head) + "\n" + "".join(lines))
+    later = {"iter": 200, "versions": VERSIONS | {"device": "gpu", "threads": 2}}
+    change_log(runs / "e", {0: {"resumed": [later]}})
     text = make(tmp_path / "out", runs)
     where = f"{runs / 'e'} at step 200 (device gpu, threads 2)"
     assert f"- Resumed with something else (not the same run to the bit): {where}\n" in text
@@ -388,18 +380,15 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
 
 
 @pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all", "dyt"])
-def test_stream_rms_is_the_rms_of_the_stream(variant, tmp_path):
-    (tmp_path / "corpus").mkdir()
-    text = (ROOT / "train.py").read_text()
-    meta = prepare(lambda: [(text, True)], lambda: [(text[:4000], True)], tmp_path / "corpus", 400, "text")
+def test_stream_rms_is_the_rms_of_the_stream(variant, corpus, tmp_path):
     model = tiny(variant, dtype=torch.float32, vocab_size=400).eval()
-    folder = write_run(tmp_path / "run", "baseline", 1, dataset=str(tmp_path / "corpus"), block_size=16)
+    folder = write_run(tmp_path / "run", "baseline", 1, dataset=str(corpus), block_size=16)
     torch.save(model.to_file({"phase": "scale", "gate": 0.0}), folder / "model.pt")
     run = load(folder)
-    run.head["corpus"]["tokenizer_sha256"] = meta["tokenizer_sha256"]
+    run.head["corpus"]["tokenizer_sha256"] = load_tokenizer(corpus).sha256
     found = residual.stream_rms(run, 70)
 
-    val = np.fromfile(tmp_path / "corpus/val.bin", "<u2").astype(np.int64)
+    val = np.fromfile(corpus / "val.bin", "<u2").astype(np.int64)
     starts = [(len(val) - 16) * i // 3 for i in range(4)]  # windows from end to end
     idx = torch.from_numpy(np.stack([val[i : i + 16] for i in starts]))
     with torch.no_grad():
@@ -428,27 +417,18 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         (["papers"], "name run folders"),
         (["papers", tmp_path / "none"], "no folder"),
         (["papers", tmp_path / "empty"], "no finished run"),
-        (["papers", "--tokens=0"], "tokens must"),
     ):
-        with pytest.raises(SystemExit) as e:
-            command(*argv)
-        error = capsys.readouterr().err
-        assert e.value.code == 2 and error.count("\n") == 1 and says in error
+        assert says in refused(capsys, *argv, program=REPORT)
     write_run(tmp_path / "runs/a", "baseline", 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as e:
-        make(tmp_path / "out", tmp_path / "runs")
-    error = capsys.readouterr().err
-    assert e.value.code == 2 and error.count("\n") == 1 and "need matplotlib: pip install" in error
+    error = refused(capsys, "papers", tmp_path / "runs", f"--out={tmp_path / 'out'}", program=REPORT)
+    assert "need matplotlib: pip install" in error
 
 
 def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
-    """Until the gate is down, the network at gate 0 is one that nobody has trained yet: its val/loss may be
-    null in the log of a good run."""
+    """Until the gate is down, nobody has trained the network at gate 0: a good run's val/loss may be null."""
     folder = write_run(tmp_path / "runs/all-seed1", "all", 1)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[20] |= {"val/loss": None, "val/bpb": None, "val/loss_gated": 3.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change_log(folder, {20: {"val/loss": None, "val/bpb": None, "val/loss_gated": 3.0}})
     assert "Runs used: 1; left out: 0" in make(tmp_path / "out", tmp_path / "runs")
 
 
@@ -472,32 +452,22 @@ def write_bench(path: Path, **changes) -> Path:
 
 def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     folder = write_run(tmp_path / "run", "all_aux", 1)
-    log = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    lines[20] |= {"val/loss": 5.5, "val/bpb": 1.0, "val/loss_gated": 4.5}
-    lines[-1]["val/loss_gated"] = lines[-1]["val/loss"]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    end, before = load(folder).loss, {"val/loss": 5.5, "val/bpb": 1.0, "val/loss_gated": 4.5}
+    change_log(folder, {20: before, -1: {"val/loss_gated": end}})
     bars = picture.read_bars(write_bench(tmp_path / "bench.json"))
     loss, gate, speed = (ax for side in picture.draw_picture(load(folder), *bars).subfigs for ax in side.axes)
     assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
-    end = f"{LOSS['all_aux'] + 0.101:.2f}"
-    assert [text.get_text() for text in loss.texts] == [
-        "training",
-        "validation: 4.50",
-        end,
-        "validation with the gate at 0: 5.50",
-    ]
+    said = ["training", "validation: 4.50", f"{end:.2f}", "validation with the gate at 0: 5.50"]
+    assert [text.get_text() for text in loss.texts] == said
     assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx([1, 1.2, 1.3, 1.4])
     assert [text.get_text() for text in speed.texts] == ["1.00x", "1.20x", "1.30x", "1.40x"]
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     folder, bench = write_run(tmp_path / "run", "baseline", 1), write_bench(tmp_path / "bench.json")
-    command(
-        "picture", folder, f"--bench={bench}", f"--out={tmp_path / 'demo.png'}"
-    )  # of a run without a gate
+    # of a run without a gate
+    report.main(["picture", str(folder), f"--bench={bench}", f"--out={tmp_path / 'demo.png'}"])
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
-    capsys.readouterr()
     no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
     for argv, says in (
@@ -508,7 +478,4 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([folder, f"--bench={no_bar}"], "has none of baseline, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
     ):
-        with pytest.raises(SystemExit) as e:
-            command("picture", *argv)
-        error = capsys.readouterr().err
-        assert e.value.code == 2 and error.count("\n") == 1 and says in error
+        assert says in refused(capsys, "picture", *argv, program=REPORT)

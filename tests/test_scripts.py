@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -12,25 +11,21 @@ from dataclasses import asdict
 import pytest
 import torch
 from conftest import batch, refuses, state_of, tiny
+from running import ROOT, exit_status, said_by, train
 
 from config import Config
-from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT
+from nanonorm.errors import BadInput
 from nanonorm.log import Log
 from nanonorm.timing import take_turns, tensor_peak
 from scripts.speed import peers, runtimes, whole_run
 from scripts.speed.parts import training_step
 
 
-def test_parts_prints_its_tables(monkeypatch, capsys):
+def test_parts_prints_its_tables(capsys):
     flags = ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2", "--what=step,kernels"]
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/speed/parts.py"), *flags])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    out = capsys.readouterr().out
-    tables = ("n_embd 16 | ms", "| peak, MB |")
-    assert all(title in out for title in tables)
-    for name in ("taper, blend", "cbwc", "as it is", "without EagerSwiGLU"):
-        assert f"\n| {name} | " in out
+    train(*flags, program="scripts/speed/parts.py")
+    out, rows = capsys.readouterr().out, ("taper, blend", "cbwc", "as it is", "without EagerSwiGLU")
+    assert "n_embd 16 | ms" in out and "| peak, MB |" in out and all(f"\n| {row} | " in out for row in rows)
 
 
 @pytest.mark.parametrize("phase, gate", [("norm", 1.0), ("blend", 0.5), ("scale", 0.0)])
@@ -56,13 +51,10 @@ SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
 def test_peers_times_transformers_beside_us(mode, tmp_path):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
-    command = [sys.executable, "scripts/speed/peers.py", *SHAPE, f"--mode={mode}", "--dtype=float32"]
-    command += ["--iters=2", "--compiled=False", "--processes=1", "--seq=16", "--new_tokens=4"]
-    run = subprocess.run(
-        [*command, f"--out={tmp_path / 'x.json'}"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stderr
-    assert "the same logits" in run.stdout and ("greedy" in run.stdout) == (mode == "decode")
+    how = [*SHAPE, f"--mode={mode}", "--dtype=float32", "--iters=2", "--compiled=False", "--processes=1"]
+    how += ["--seq=16", "--new_tokens=4", f"--out={tmp_path / 'x.json'}"]
+    said = said_by("scripts/speed/peers.py", *how)
+    assert "the same logits" in said and ("greedy" in said) == (mode == "decode")
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     names = {"nanonorm", "HF", "HF tuned"} | (set() if mode == "train" else {"folded"})
     names |= {"HF static cache", "HF tuned static cache"} if mode == "decode" else set()
@@ -76,19 +68,14 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     [
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
-        ("--out=no/folder.json", "in a folder that exists"),
-        ("x", "unexpected word"),
         ("--block_size=64", "lower --seq"),
         ("--who=folded", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
     ],
 )
-def test_peers_bad_input_is_one_line(flag, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scripts/speed/peers.py", flag])
-    with pytest.raises(SystemExit) as end, one_line_errors():
-        peers.main()
-    told = capsys.readouterr()
-    assert end.value.code == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
+def test_peers_bad_input_is_one_line(flag, said, capsys):
+    status, told = exit_status(peers.main, "scripts/speed/peers.py", flag), capsys.readouterr()
+    assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def steady(name, gap_s):
@@ -103,12 +90,10 @@ def dying():
     raise RuntimeError("no more")
 
 
-def test_contestants_take_turns():
+def test_contestants_take_turns_until_one_dies(capfd):
     said = take_turns({"a": (steady, "a", 0.01), "b": (steady, "b", 0.0)}, rounds=3, seed=0)
     assert said == {"a": ["ready", "a", "a", "a"], "b": ["ready", "b", "b", "b"]}
 
-
-def test_a_contestant_that_dies_ends_the_game(capfd):
     with pytest.raises(BadInput, match="b crashed; see its traceback above"):
         take_turns({"a": (steady, "a", 0.0), "b": (dying,)}, rounds=3, seed=0)
     assert "no more" in capfd.readouterr().err
@@ -128,13 +113,11 @@ def test_peaks_are_what_a_step_holds_at_once():
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime", "openvino", "executorch"])
 def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     pytest.importorskip(runtime, reason=f"pip install {runtime}")
-    command = [sys.executable, "scripts/speed/runtimes.py", f"--runtimes={runtime}", f"--keep={tmp_path}"]
-    shape = [flag for flag in SHAPE if not flag.startswith(("--block", "--batch"))]
-    command += [*shape, "--n_kv_head=2", "--hidden=32", "--seq=8", "--new_tokens=3", "--rounds=2"]
-    run = subprocess.run([*command, "--processes=1"], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    assert float(re.search("of the largest logit: (.*)", run.stdout)[1]) < 1e-5
-    rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")][2:]
+    how = [f"--runtimes={runtime}", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32"]
+    how += ["--seq=8", "--new_tokens=3", "--rounds=2", "--processes=1"]
+    said = said_by("scripts/speed/runtimes.py", *how)
+    assert float(re.search("of the largest logit: (.*)", said)[1]) < 1e-5
+    rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| ")][2:]
     assert [row[0].strip("| ") for row in rows] == ["with norms", "gains folded", "without", "coupled"]
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
     assert len(list(tmp_path.glob("*.onnx"))) == (4 if runtime in ("onnxruntime", "openvino") else 0)
@@ -152,9 +135,8 @@ def test_graphs_that_are_kept_are_of_one_shape(tmp_path):
 
 def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():
     """A log line n is of the step n - 1; speeds of a phase but the first are taken by the median."""
-    settings = Config(
-        taper="internal", max_iters=20, warmup_iters=2, gate_start=4, gate_end=8, gate_budget=1.0
-    )
+    schedule = {"max_iters": 20, "warmup_iters": 2, "gate_start": 4, "gate_end": 8, "gate_budget": 1.0}
+    settings = Config(taper="internal", **schedule)
     speeds = {"norm": (0, 100.0, 102.0), "blend": (0, 50.0, 52.0, 54.0), "scale": (0, 80.0)}
     lines = [{"perf/tok_s": speed, "train/loss": 2.0, "phase": p} for p, of in speeds.items() for speed in of]
     for iter, line in zip((1, 2, 4, 5, 8, 9, 14, 15, 20), lines, strict=True):
@@ -166,10 +148,8 @@ def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():
 
 @pytest.mark.slow
 def test_where_has_a_column_for_each_norm():
-    command = [sys.executable, "scripts/speed/where.py", *SHAPE, "--norm=rmsnorm,coupled", "--iters=1"]
-    run = subprocess.run([*command, "--llama=False"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    (rows,) = json.loads(run.stdout.splitlines()[-1]).values()
+    how = [*SHAPE, "--norm=rmsnorm,coupled", "--iters=1", "--llama=False"]
+    (rows,) = json.loads(said_by("scripts/speed/where.py", *how).splitlines()[-1]).values()
     assert rows.keys() == {"rmsnorm", "coupled"} and all(r["matrix products"] > 0 for r in rows.values())
 
 

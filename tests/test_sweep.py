@@ -1,5 +1,4 @@
-"""The sweep: the grid it makes of a command line, what it refuses, and what it does when runs end, fail, hang
-or are killed.
+"""The sweep: the grid of a command line, refusals, and what it does when runs end, fail, hang or are killed.
 
 Most runs here are a stand-in for train.py that writes the same files in no time; one test uses the real one.
 """
@@ -13,17 +12,19 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
+from running import exit_status, metrics, said_by
 
 import data
 from config import Config
 from data import open_corpus, prepare
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
-from nanonorm.errors import one_line_errors
 from nanonorm.files import FORMAT, ROOT, hold_folder, is_held
 from scripts import sweep
 from scripts.studies import runs
@@ -83,18 +84,7 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def run_sweep(monkeypatch, *argv) -> int:
-    """Exit status of sweep.py in this process."""
-    monkeypatch.setattr(sys, "argv", ["scripts/sweep.py", *map(str, argv)])
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with one_line_errors():
-            return sweep.main()
-    except SystemExit as e:
-        return e.code
-    finally:
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
+run_sweep = partial(exit_status, sweep.main, "scripts/sweep.py")  # in this process
 
 
 def launch(*argv, train: Path | None = None) -> subprocess.Popen:
@@ -165,77 +155,65 @@ def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
 
 
 def test_plain_knobs_make_a_grid_without_variants():
-    runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4")
-    knobs = ("taper", "aux_weight", "batch_size")
-    found = {tuple(run.settings[knob] for knob in knobs) for run in runs.values()}
-    assert found == {(t, a, 4) for t in ("internal", "all") for a in (0, 0.1)}
-    assert len(runs) == 4
+    """Equal values are one run, and of a flag that is given twice the last counts."""
+    runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4").values()
+    found = [(s["taper"], s["aux_weight"], s["batch_size"]) for s in (run.settings for run in runs)]
+    assert sorted(found) == [(t, a, 4) for t in ("all", "internal") for a in (0, 0.1)]
+    (last,) = runs_of("--seed=1,2", "--seed=3").values()
+    assert last.settings["seed"] == 3 and len(runs_of("--learning_rate=1e-3,0.001")) == 1
 
 
 def test_a_value_with_commas_stands_in_brackets():
     runs = runs_of("--dyt_alpha=None,(1,1,1),(0.5, 0.2,0.2)", "--seed=1,2", variants=("baseline", "dyt"))
     alphas = [r.settings["dyt_alpha"] for r in runs.values() if r.settings["seed"] == 2]
     assert alphas == [None, None, (1, 1, 1), (0.5, 0.2, 0.2)]  # the baseline reads none
-    assert "dyt-dyt_alpha_0.5_0.2_0.2_-seed1" in runs
     run = runs["dyt-dyt_alpha_0.5_0.2_0.2_-seed1"]
     assert parse(Config, sweep.command(run, "new")[2:], files=True)[0].dyt_alpha == (0.5, 0.2, 0.2)
-
-
-def test_of_a_flag_that_is_given_twice_the_last_counts():
-    assert set(runs_of("--seed=1,2", "--seed=3", variants=("baseline",))) == {"baseline-seed3"}
-
-
-def test_equal_values_are_one_run():
-    assert len(runs_of("--learning_rate=1e-3,0.001")) == 1
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["--lerning_rate=1"], "did you mean 'learning_rate'"),
-        (["--seed=1,x"], "seed must be an int"),
         (["--seed=1,"], "seed must be an int"),
         (["--seed"], "written --key=value"),
         (["--variants=baseline,intrenal"], "variants must be"),
-        (["--jobs=0"], "jobs must be"),
         (["--out_dir=x"], "--out"),
         (["--init_from=resume"], "weights to start from"),
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
         (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
         (["--n_head=16,7"], "n_head=7: n_embd=512 must be a multiple"),
-        (["--variants=internal", "--gate_end=20000"], "gate_end"),
         (["--norm=coupled,rmsnorm", "--taper=internal"], "norm=coupled"),
         (["no_such_file.py"], "no config file"),
     ],
 )  # fmt: skip
-def test_refused_before_anything_starts(argv, says, tmp_path, monkeypatch, capsys):
-    assert run_sweep(monkeypatch, *argv, f"--out={tmp_path / 'out'}") == 2
+def test_refused_before_anything_starts(argv, says, tmp_path, capsys):
+    assert run_sweep(*argv, f"--out={tmp_path / 'out'}") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and says in error and not (tmp_path / "out").exists()
 
 
-def test_print_writes_commands_a_shell_can_run(tmp_path, monkeypatch, capsys):
+def test_print_writes_commands_a_shell_can_run(tmp_path, capsys):
     out = tmp_path / "it's a folder"
     argv = [*TINY, "--variants=baseline,all", "--seed=1,2", f"--dataset={out}", f"--out={out}"]
-    assert run_sweep(monkeypatch, *argv, "--print", "--threads=3") == 0
+    assert run_sweep(*argv, "--print", "--threads=3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4 and not out.exists()
     split = subprocess.check_output(["sh", "-c", f"printf '%s\\n' {printed[0]}"], text=True)
     assert split.splitlines() == shlex.split(printed[0])
-    *before, train = shlex.split(printed[0])[:4]
+    *before, train = split.splitlines()[:4]
     assert before == ["env", "OMP_NUM_THREADS=3", sys.executable] and Path(train) == ROOT / "train.py"
-    flags = shlex.split(printed[0])[4:]
-    assert Path(parse(Config, flags)[0].out_dir) == out / "baseline-seed1"
+    assert Path(parse(Config, split.splitlines()[4:])[0].out_dir) == out / "baseline-seed1"
 
 
 # --- runs that end, fail, hang on
 
 
-def test_runs_once_and_reports_a_failure(stand_in, tmp_path, monkeypatch, capsys):
+def test_runs_once_and_reports_a_failure(stand_in, tmp_path, capsys):
     grid = [*TINY, "--max_iters=2", "--variants=baseline,internal"]
     how = [f"--out={tmp_path / 'out'}", "--jobs=2", "--threads=1"]
-    assert run_sweep(monkeypatch, *grid, "--seed=13,1", *how) == 1
+    assert run_sweep(*grid, "--seed=13,1", *how) == 1
     said = capsys.readouterr()
     for name in ("baseline-seed13", "internal-seed13"):
         log = tmp_path / f"out/{name}.log"
@@ -246,45 +224,30 @@ def test_runs_once_and_reports_a_failure(stand_in, tmp_path, monkeypatch, capsys
     done = lines(tmp_path / "out/baseline-seed1")
     assert [x["iter"] for x in done] == [1, 2] and {x["threads"] for x in done} == {"1"}
 
-    assert run_sweep(monkeypatch, *grid, "--seed=1,2", *how) == 0  # one more seed, one fewer
+    assert run_sweep(*grid, "--seed=1,2", *how) == 0  # one more seed, one fewer
     assert lines(tmp_path / "out/baseline-seed1") == done and lines(tmp_path / "out/baseline-seed2")
 
 
 @pytest.mark.slow
-def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path, monkeypatch):
+def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path):
     argv = [*TINY, f"--out={tmp_path}/out", "--variants=baseline"]
-    assert run_sweep(monkeypatch, *argv, "--max_iters=1") == 0
-    assert run_sweep(monkeypatch, *argv, "--max_iters=1,2") == 0
+    assert run_sweep(*argv, "--max_iters=1") == 0
+    assert run_sweep(*argv, "--max_iters=1,2") == 0
     assert sorted(p.name for p in (tmp_path / "out").glob("*/")) == ["baseline", "baseline-max_iters2"]
 
 
 @pytest.mark.slow
-def test_resumes_what_lacks_an_export_or_steps(stand_in, tmp_path, monkeypatch):
-    argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, *argv) == 0
-    export = tmp_path / "out/internal/folded.pt"
-    export.write_bytes(export.read_bytes()[:100])
-    metrics = tmp_path / "out/baseline/metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"iter": 2, "val/lo')
-    assert run_sweep(monkeypatch, *argv) == 0
-    for name in ("internal", "baseline"):
-        last = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["went_on"]
-
-
-@pytest.mark.slow
-def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, capsys):
+def test_other_runs_folders_are_left_alone(stand_in, tmp_path, capsys):
     argv = [*TINY, "--variants=baseline,internal,all,final", f"--out={tmp_path}/out"]
     no_room = ["--max_iters=1", "--gate_start=1", "--gate_end=1"]  # for a gate: nothing runs
-    assert run_sweep(monkeypatch, *argv, *no_room) == 2
-    assert run_sweep(monkeypatch, *argv[:-2], "--variants=baseline", argv[-1], "--max_iters=1") == 0
+    assert run_sweep(*argv, *no_room) == 2
+    assert run_sweep(*argv[:-2], "--variants=baseline", argv[-1], "--max_iters=1") == 0
     before = (tmp_path / "out/baseline/metrics.jsonl").read_bytes()
     (tmp_path / "out/all").mkdir()
     (tmp_path / "out/all/config.json").write_text("{}")
-    capsys.readouterr()
     with hold_folder(tmp_path / "out/internal"):
         (tmp_path / "out/internal/ckpt.pt").touch()
-        assert run_sweep(monkeypatch, *argv, "--max_iters=2") == 1
+        assert run_sweep(*argv, "--max_iters=2") == 1
     said = capsys.readouterr()
     assert "baseline holds a run of other settings (max_iters=1, not 2)" in said.err
     assert "internal is running elsewhere" in said.err
@@ -293,15 +256,14 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, monkeypatch, caps
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("end", ["[]", pytest.param('{"iter": NaN}', marks=pytest.mark.slow)])
-def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("end", ["[]", slow('{"iter": NaN}')])
+def test_a_damaged_log_is_refused(end, stand_in, tmp_path, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, *argv) == 0
+    assert run_sweep(*argv) == 0
     metrics = tmp_path / "out/baseline/metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole + end + "\n")
-    capsys.readouterr()
-    assert run_sweep(monkeypatch, *argv) == 1
+    assert run_sweep(*argv) == 1
     said = capsys.readouterr()
     assert f"baseline has a log that cannot be continued: {metrics}:3 is damaged" in said.err
     assert "Traceback" not in said.err
@@ -311,17 +273,12 @@ def test_a_damaged_log_is_refused(end, stand_in, tmp_path, monkeypatch, capsys):
     assert runs.look(grid["baseline"])[0] == "resume"
 
 
-@pytest.mark.parametrize("text", ["{", pytest.param("3", marks=pytest.mark.slow)])
-def test_a_config_that_is_none_is_as_good_as_gone(text, stand_in, tmp_path, monkeypatch, capsys):
+def test_a_config_that_is_none_is_as_good_as_gone(stand_in, tmp_path, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, *argv) == 0
-    (tmp_path / "out/baseline/config.json").write_text(text)
-    assert run_sweep(monkeypatch, *argv) == 0  # the checkpoint knows the settings
-    assert lines(tmp_path / "out/baseline")[-1]["went_on"]
-    (tmp_path / "out/baseline/config.json").write_text(text)
+    assert run_sweep(*argv) == 0
+    (tmp_path / "out/baseline/config.json").write_text("3")
     (tmp_path / "out/baseline/ckpt.pt").unlink()
-    capsys.readouterr()
-    assert run_sweep(monkeypatch, *argv) == 1 and "has no ckpt.pt to go on with" in capsys.readouterr().err
+    assert run_sweep(*argv) == 1 and "has no ckpt.pt to go on with" in capsys.readouterr().err
 
 
 def test_the_previous_checkpoint_alone_is_a_run_to_resume(tmp_path):
@@ -341,39 +298,31 @@ def test_a_gate_has_one_identity_however_its_end_is_said():
     assert identities[0] == identities[1] != identities[2]
 
 
-def test_a_knob_that_a_run_does_not_read_does_not_set_it_apart(tmp_path):
-    """A baseline is the same run under two config files that differ in the gate; a taper is not."""
-    identities, plans = {"baseline": set(), "internal": set()}, {}
-    for ratio in (0.5, 0.75):
-        file = tmp_path / f"gate_{ratio}.py"
-        file.write_text(f"gate_end_ratio = {ratio}\n")
-        k, files, axes = sweep.read_command([str(file), *TINY, f"--variants={','.join(identities)}"])
-        for run in sweep.grid(k, files, axes):
-            identities[run.name].add(runs.identity(run.settings))
-            plans[run.name, ratio] = run.settings
-    assert [len(found) for found in identities.values()] == [1, 2]
-    then, now = plans["internal", 0.5], plans["internal", 0.75]
-    assert runs.difference(then, now) == f"gate_end={then['gate_end']}, not {now['gate_end']}"
+def test_what_runs_differ_in_is_what_they_read():
+    tapers = (runs_of(f"--gate_end={end}", *TINY, variants=("internal",)) for end in (20, 30))
+    then, now = (planned["internal"].settings for planned in tapers)
+    assert runs.identity(then) != runs.identity(now)
+    assert runs.difference(then, now) == "gate_end=20, not 30"
     (dyt,) = runs_of("--dyt_alpha=(1,1,1)", *TINY, variants=("dyt",)).values()
     read = json.loads(json.dumps(dyt.settings)) | {"min_lr": 1e-5}  # as a run's config.json has it
     assert runs.difference(read, dyt.settings) == "min_lr=1e-05, not 0.0"
     assert runs.difference({"norm": "rmsnorm", "gone": 1}, then) == "written by another version"
 
 
-def test_a_run_goes_on_under_a_file_that_differs_in_what_it_does_not_read(stand_in, tmp_path, monkeypatch):
+def test_a_run_goes_on_under_a_file_that_differs_in_what_it_does_not_read(stand_in, tmp_path):
     """train.py would refuse the file's gate, which is not the run's; how often it logs may change."""
     files = {ratio: tmp_path / f"gate_{ratio}.py" for ratio in (0.5, 0.75)}
     for ratio, file in files.items():
         file.write_text(f"gate_end_ratio = {ratio}\nlog_interval = {round(20 * ratio)}\n")
     argv = [*TINY, "--max_iters=2", "--variants=baseline", f"--out={tmp_path}/out"]
-    assert run_sweep(monkeypatch, files[0.5], *argv) == 0
+    assert run_sweep(files[0.5], *argv) == 0
     (tmp_path / "out/baseline/model.pt").unlink()
     (run,) = sweep.grid(*sweep.read_command([str(files[0.75]), *argv]))
     assert runs.look(run) == ("resume", "")
     asked, explicit, rest = parse(Config, sweep.command(run, "resume")[2:], files=True)
     went_on = asked.resumed(explicit, Config(**runs.recorded_settings(run.folder)))
     assert not rest and (went_on.gate_end_ratio, went_on.log_interval) == (0.5, 15)
-    assert run_sweep(monkeypatch, files[0.75], *argv) == 0 and lines(run.folder)[-1]["went_on"]
+    assert run_sweep(files[0.75], *argv) == 0 and lines(run.folder)[-1]["went_on"]
 
 
 def test_weights_are_part_of_a_run(tmp_path):
@@ -393,7 +342,7 @@ def test_weights_are_part_of_a_run(tmp_path):
     assert len({runs.identity(s) for s in settings.values()}) == 2
 
 
-def test_a_corpus_that_was_prepared_anew_makes_other_runs(stand_in, tmp_path, monkeypatch, capsys):
+def test_a_corpus_that_was_prepared_anew_makes_other_runs(stand_in, tmp_path, capsys):
     text, corpus = Path(argparse.__file__).read_text(), tmp_path / "corpus"
 
     def prepared(text: str) -> dict:
@@ -403,19 +352,19 @@ def test_a_corpus_that_was_prepared_anew_makes_other_runs(stand_in, tmp_path, mo
 
     argv = [*TINY, "--max_iters=4", f"--dataset={corpus}", "--variants=baseline", f"--out={tmp_path / 'out'}"]
     of = prepared(text)
-    assert run_sweep(monkeypatch, *argv) == 0
+    assert run_sweep(*argv) == 0
     log = tmp_path / "out/baseline/metrics.jsonl"
     steps = log.read_text()
     for recorded in (7, {}, of):  # what is damaged or missing tells nothing
         log.write_text(json.dumps({"corpus": recorded}) + "\n" + steps)
-        assert run_sweep(monkeypatch, *argv) == 0
+        assert run_sweep(*argv) == 0
         assert "was finished before" in capsys.readouterr().err
     prepared(text.replace("argument", "argumemt"))
-    assert run_sweep(monkeypatch, *argv) == 1
+    assert run_sweep(*argv) == 1
     said = capsys.readouterr().err
     assert f"is of another text than the corpus {corpus} holds now; move {log.parent} away" in said
     prepared(text)
-    assert run_sweep(monkeypatch, *argv) == 0
+    assert run_sweep(*argv) == 0
 
 
 def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch, capsys):
@@ -427,17 +376,15 @@ def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch,
     model = ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=8)
     torch.save(Transformer(model).to_file({}), tmp_path / "m.pt")
     out = f"--out={tmp_path / 'out'}"
-    assert run_sweep(monkeypatch, tmp_path / "openwebtext.py", *TINY, out) == 2
+    assert run_sweep(tmp_path / "openwebtext.py", *TINY, out) == 2
     assert "which takes 54 GB" in capsys.readouterr().err
-    asked = []
-
-    def fails(argv):
-        asked.append(argv)
-        return argparse.Namespace(returncode=1)
-
-    monkeypatch.setattr(data.subprocess, "run", fails)
-    assert run_sweep(monkeypatch, tmp_path / "stdlib.py", "--max_iters=40", out) == 2
+    asked, failed = [], argparse.Namespace(returncode=1)
+    monkeypatch.setattr(data.subprocess, "run", lambda argv: asked.append(argv) or failed)
+    assert run_sweep(tmp_path / "stdlib.py", "--max_iters=40", out) == 2
     assert asked[0][1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
+    with pytest.raises(SystemExit):  # for no weights, in tokens of its own
+        data.prepare_if_missing(stand_in.parent / "data/stdlib")
+    assert asked[1][1:] == [stand_in.parent / "data/stdlib/prepare.py"]
     assert sweep.weights.cache_info().currsize == 0  # they are not kept in memory
 
 
@@ -464,14 +411,10 @@ def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch, capsys):
-    text, corpus = Path(argparse.__file__).read_text(), tmp_path / "corpus"
-    corpus.mkdir()
-    prepare(lambda: [(text, True)], lambda: [(text[:3000], True)], corpus, 400, "a module")
-    capsys.readouterr()
+def test_stopped_and_gone_on_with_is_the_uninterrupted_run(corpus, tmp_path, capsys):
     common = [*TINY, f"--dataset={corpus}", "--log_interval=10", "--ckpt_interval=1000", "--threads=1"]
     argv = [*common, "--variants=internal_aux", "--seed=1", f"--out={tmp_path / 'out'}", "--max_iters=300"]
-    assert run_sweep(monkeypatch, *argv, "--print") == 0
+    assert run_sweep(*argv, "--print") == 0
     (begin,) = capsys.readouterr().out.splitlines()
     process, run = launch(*argv), tmp_path / "out/internal_aux-seed1"
     planned = runs.PlannedRun("", run, [], {})
@@ -480,20 +423,13 @@ def test_stopped_and_gone_on_with_is_the_uninterrupted_run(tmp_path, monkeypatch
     process.communicate(timeout=30)
     assert process.returncode == 130 and 10 <= planned.last_line()["iter"] < 300
     assert not (run / "folded.pt").exists()
-    assert run_sweep(monkeypatch, *argv, "--print") == 0
+    assert run_sweep(*argv, "--print") == 0
     (resume,) = capsys.readouterr().out.splitlines()
     assert resume.endswith("--init_from=resume")
-    assert run_sweep(monkeypatch, *argv) == 0
-    assert run_sweep(monkeypatch, *argv) == 0
+    assert run_sweep(*argv) == 0
+    assert run_sweep(*argv) == 0
     assert "was finished before" in capsys.readouterr().err
 
-    whole = tmp_path / "whole"
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    flags = [word for word in shlex.split(begin)[4:] if not word.startswith("--out_dir")]
-    command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={whole}"]
-    subprocess.run(command, check=True, env=env, capture_output=True)
-
-    def kept(folder):
-        return [{k: v for k, v in line.items() if "perf" not in k} for line in lines(folder)[1:]]
-
-    assert kept(run) == kept(whole)
+    whole, env = tmp_path / "whole", os.environ | {"OMP_NUM_THREADS": "1"}
+    said_by(*shlex.split(begin)[3:], f"--out_dir={whole}", env=env)
+    assert metrics(run) == metrics(whole)

@@ -4,13 +4,14 @@ import io
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import one_line, refuses, tiny
+from conftest import refuses, tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from running import refused, train
@@ -43,11 +44,9 @@ def byte_level(special: list[str], n_more: int = 60) -> Tokenizer:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=len(special) + 256 + n_more, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    core.train_from_iterator(MODULES, trainer)
+    size, alphabet = len(special) + 256 + n_more, pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": size, "special_tokens": special, "initial_alphabet": alphabet}
+    core.train_from_iterator(MODULES, BpeTrainer(**how, show_progress=False))
     return core
 
 
@@ -138,11 +137,8 @@ def test_ids_and_texts_that_are_none(both):
                 tokenizer.decode([3, id])
         with refuses("character 1"):
             tokenizer.encode("a\ud800")
-
-
-def test_half_a_character_decodes_to_its_sign(both):
-    emoji = both[0].encode("\U0001f600")
-    assert both[0].decode(emoji[:2] + both[0].encode("ok")) == "\ufffd\ufffdok"
+    half = both[0].encode("\U0001f600")[:2]
+    assert both[0].decode(half + both[0].encode("ok")) == "\ufffd\ufffdok"
 
 
 def test_a_file_that_cuts_and_pads_does_neither_here():
@@ -158,7 +154,6 @@ def test_gpt2s_two_files_are_its_tokenizer(tmp_path):
     """vocab.json and merges.txt, as GPT-2 was published: the same ids as its tokenizer.json."""
     core = byte_level([END])
     core.model.save(str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"vocab.json", "merges.txt"}
     tokenizer, whole = load_tokenizer(tmp_path), TokenizerJson(gpt2())
     end = core.token_to_id(END)
     assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.bos_id) == (core.get_vocab_size(), end, None)
@@ -175,9 +170,8 @@ def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
     assert data.write_tokens(nfc, [("cafe\u0301", True)], io.BytesIO())["documents"] == 1
     core.normalizer = normalizers.Lowercase()
     core.decoder = decoders.WordPiece()
-    lossy = TokenizerJson(files_of(core))
     with pytest.raises(BadInput, match=r"document 0, .* does not decode"):
-        data.write_tokens(lossy, [("a b", True)], io.BytesIO())
+        data.write_tokens(TokenizerJson(files_of(core)), [("a b", True)], io.BytesIO())
 
 
 # --- special tokens
@@ -239,8 +233,7 @@ def test_a_chat_is_its_template(chatty):
 def test_a_template_may_stand_in_several_places():
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     assert TokenizerJson(llama3(chat_template=named)).chat([]) == [2]
-    beside = llama3() | {"chat_template.jinja": b"<|user|>"}
-    assert TokenizerJson(beside).chat([]) == [4]
+    assert TokenizerJson(llama3() | {"chat_template.jinja": b"<|user|>"}).chat([]) == [4]
 
 
 @pytest.mark.parametrize(
@@ -256,9 +249,8 @@ def test_a_template_may_stand_in_several_places():
     ],
 )
 def test_a_template_that_fails_is_one_line(template, said):
-    with pytest.raises(BadInput) as error:
+    with refuses(said, "--chat"):
         TokenizerJson(llama3(chat_template=template)).chat([{"role": "user", "content": "hello"}])
-    assert said in one_line(error) and "--chat" in one_line(error)
 
 
 def test_transformers_makes_the_same_ids(folder, chatty):
@@ -276,48 +268,46 @@ def test_transformers_makes_the_same_ids(folder, chatty):
 
 
 # the package itself panics over a merge of texts shorter than this prefix
-PANIC = llama3()["tokenizer.json"].replace(
-    b'"continuing_subword_prefix":null', b'"continuing_subword_prefix":"abc"'
+PREFIX = b'"continuing_subword_prefix":'
+PANIC = llama3()["tokenizer.json"].replace(PREFIX + b"null", PREFIX + b'"abc"')
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("tokenizer.json", b'{"version": "1.0"}', "is not a sound"),
+        ("tokenizer.json", b"\xff\xfe", "is not a sound"),
+        ("tokenizer.json", PANIC, "is not a sound"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json beside"),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', "lacks the eos_token"),
+        ("tokenizer_config.json", b'{"add_bos_token": true, "bos_token": "<s>"}', "lacks the bos_token '<s"),
+        ("generation_config.json", b"{", "generation_config.json beside"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja beside"),
+    ],
 )
-DAMAGED = [
-    ("tokenizer.json", b"", "is not a sound"),
-    ("tokenizer.json", b'{"version": "1.0"}', "is not a sound"),
-    ("tokenizer.json", b"\xff\xfe", "is not a sound"),
-    ("tokenizer.json", PANIC, "is not a sound"),
-    ("tokenizer_config.json", b"[]", "tokenizer_config.json beside"),
-    ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', "lacks the eos_token"),
-    ("tokenizer_config.json", b'{"eos_token": "</s>"}', "lacks the eos_token '</s>'"),
-    ("tokenizer_config.json", b'{"add_bos_token": true, "bos_token": "<s>"}', "lacks the bos_token '<s>'"),
-    ("generation_config.json", b"{", "generation_config.json beside"),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja beside"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
 def test_damaged_files_are_one_line(folder, tmp_path, name, content, said):
     put(tmp_path, {path.name: path.read_bytes() for path in folder.iterdir()} | {name: content})
-    with pytest.raises(BadInput) as error:
+    with refuses(said, str(tmp_path)):
         load_tokenizer(tmp_path)
-    assert said in one_line(error) and str(tmp_path) in one_line(error)
 
 
 def test_folders_without_a_tokenizer_are_one_line(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(BadInput, match="holds no tokenizer"):
+    with refuses("holds no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "merges.txt").write_text("a b c\n")
-    with pytest.raises(BadInput, match="are not a vocabulary"):
+    with refuses("are not a vocabulary"):
         load_tokenizer(tmp_path)
     (tmp_path / "t.model").write_bytes(b"not a model")
     for name in ("t.model", "absent.model"):
-        with pytest.raises(BadInput, match=name):
+        with refuses(name):
             load_tokenizer(tmp_path / name)
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
 def test_a_missing_package_is_named(folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(BadInput, match=f"pip install {package}"):
+    with refuses(f"pip install {package}"):
         load_tokenizer(folder).chat([])
 
 
@@ -339,25 +329,20 @@ def test_the_largest_id_decides_the_type_of_the_files(tmp_path, top, dtype):
     assert val_tokens.view(dtype).max() == top
     ids, targets = windows(torch.from_numpy(train_tokens), np.arange(3), 8, "cpu")
     wanted = np.fromfile(tmp_path / "train.bin", dtype).astype(np.int64)
-    for row in range(3):
-        assert ids[row].tolist() == wanted[row : row + 8].tolist()
-        assert targets[row].tolist() == wanted[row + 1 : row + 9].tolist()
-
+    assert ids.tolist() == [wanted[row : row + 8].tolist() for row in range(3)]
+    assert targets.tolist() == [wanted[row + 1 : row + 9].tolist() for row in range(3)]
     (tmp_path / "meta.json").write_text(json.dumps(meta | {"dtype": "<u4" if dtype == "<u2" else "<u2"}))
-    with pytest.raises(BadInput, match="says"):
+    with refuses("says"):
         data.open_corpus(tmp_path, 8)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
-def test_an_id_that_does_not_fit_is_an_error(tmp_path, monkeypatch, kind):
-    tokenizer = TokenizerJson(gpt2())
-    if kind == "sentencepiece":
-        tokenizer = SentencePiece(train_tokenizer(MODULES, 400))
-    monkeypatch.setattr(tokenizer, "keeps", lambda *_: True)
-    for id in (65_536, 128_000, tokenizer.vocab_size):
-        monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, id=id: [[1, id, 2] for _ in texts])
-        with pytest.raises(BadInput, match=f"gave token id {id}"):
-            prepared(tmp_path, ["text"], tokenizer)
+def test_an_id_that_does_not_fit_is_an_error(both, tmp_path, monkeypatch):
+    for tokenizer in both:
+        monkeypatch.setattr(tokenizer, "keeps", lambda *_: True)
+        for id in (65_536, tokenizer.vocab_size):
+            monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, id=id: [[1, id, 2] for _ in texts])
+            with refuses(f"gave token id {id}"):
+                prepared(tmp_path, ["text"], tokenizer)
     assert not list(tmp_path.iterdir())
 
 
@@ -404,25 +389,13 @@ def test_a_name_of_no_tokenizer_is_one_line(tmp_path, monkeypatch, name):
         data.chosen_tokenizer(name, set())
 
 
-def test_a_missing_corpus_is_prepared_with_the_tokenizer_asked_for(monkeypatch, folder):
-    asked = []
-    monkeypatch.setattr(data, "ROOT", folder.parent)
-    monkeypatch.setattr(data, "corpora", lambda: ["mine"])
-    done = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(data.subprocess, "run", lambda command: asked.append(command[2:]) or done)
-    data.prepare_if_missing(folder.parent / "data/mine", "some/model")
-    data.prepare_if_missing(folder.parent / "data/mine")
-    assert asked == [["--tokenizer=some/model"], []]
-
-
 # --- sample.py
 
 
 @pytest.fixture
 def run_folder(tmp_path, chatty):
     """A run folder: a model of more ids than its tokenizer has, and the tokenizer's files."""
-    size = chatty.vocab_size + 8
-    model = tiny(dtype=torch.float32, vocab_size=size, block_size=64)
+    model = tiny(dtype=torch.float32, vocab_size=chatty.vocab_size + 8, block_size=64)
     meta = {"corpus": {"tokenizer": "tokenizer.json", "tokenizer_sha256": chatty.sha256}, "gate": 0.0}
     put(tmp_path, chatty.files)
     torch.save(model.to_file({**meta, "phase": "scale"}), tmp_path / "model.pt")
@@ -434,7 +407,7 @@ def sampled(monkeypatch, capsys, answer, *argv):
     asked = {}
 
     def generate(self, idx, *_, stop_id, **__):
-        asked.update(ids=idx[0].tolist(), stops=stop_id)
+        asked.update(ids=idx[0].tolist(), stops=set(stop_id))
         return torch.cat([idx, torch.tensor([answer])], 1)
 
     monkeypatch.setattr(Transformer, "generate", generate)
@@ -444,14 +417,12 @@ def sampled(monkeypatch, capsys, answer, *argv):
 
 
 def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, monkeypatch, capsys):
-    answer = [*chatty.encode(" you"), 3, 3]
-    prompt = "hello \u00e9"
-    said, ids, stops = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}")
-    assert said == f"{prompt} you\n" and ids == [0, *chatty.encode(prompt)] and set(stops) == {1, 2, 3}
-    said, ids, _ = sampled(monkeypatch, capsys, answer, run_folder / "model.pt", "--prompt=")
-    assert said == " you\n" and ids == [0]
-    said, ids, _ = sampled(monkeypatch, capsys, answer, run_folder, f"--prompt={prompt}", "--chat=True")
-    assert said == " you\n" and ids == chatty.chat([{"role": "user", "content": prompt}])
+    prompt, answers = "hello \u00e9", partial(sampled, monkeypatch, capsys, [*chatty.encode(" you"), 3, 3])
+    ends, begun = {1, 2, 3}, [0, *chatty.encode(prompt)]
+    assert answers(run_folder, f"--prompt={prompt}") == (f"{prompt} you\n", begun, ends)
+    assert answers(run_folder / "model.pt", "--prompt=") == (" you\n", [0], ends)
+    turn = chatty.chat([{"role": "user", "content": prompt}])
+    assert answers(run_folder, f"--prompt={prompt}", "--chat=True") == (" you\n", turn, ends)
 
 
 def test_no_id_beyond_the_tokenizers_is_drawn(run_folder, chatty, monkeypatch, capsys):
@@ -488,19 +459,17 @@ def test_samples_from_a_hugging_face_folder(tmp_path, folder, chatty, capsys):
     model = tiny(dtype=torch.float32, vocab_size=chatty.vocab_size, block_size=64)
     write_pretrained({"config": asdict(model.config), "state": model.state_dict(), "meta": {}}, tmp_path)
     put(tmp_path, chatty.files)
-    capsys.readouterr()
     train(tmp_path, "--prompt=hello", "--max_new_tokens=3", "--chat=True", program="sample.py")
     assert capsys.readouterr().out.endswith("\n")
 
 
 def test_tokenizers_that_do_not_fit_are_refused(run_folder, tmp_path, capsys):
     other = put(tmp_path / "other", gpt2())
-    said = refused(capsys, run_folder, f"--tokenizer={other}", program="sample.py")
-    assert "is not the tokenizer of" in said
+    argv = (run_folder, f"--tokenizer={other}", "--chat=True", "--prompt=a")
+    assert "is not the tokenizer of" in refused(capsys, *argv, program="sample.py")
     file = torch.load(run_folder / "model.pt", weights_only=True)
     del file["meta"]["corpus"]
     torch.save(file, run_folder / "model.pt")
     wide = put(tmp_path / "wide", far())
     assert "70001 ids" in refused(capsys, run_folder, f"--tokenizer={wide}", program="sample.py")
-    argv = (run_folder, f"--tokenizer={other}", "--chat=True", "--prompt=a")
     assert "no chat template" in refused(capsys, *argv, program="sample.py")

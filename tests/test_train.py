@@ -1,5 +1,4 @@
-"""The training loop as a user runs it: resumed, killed, spread over ranks, misused. Tiny models on real
-text."""
+"""The training loop as a user runs it: resumed, killed, spread over ranks, misused; on real text."""
 
 import dataclasses
 import json
@@ -17,23 +16,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, slow, tiny_config, tokens
 from running import (
-    ROOT,
     assert_goes_on_from,
     assert_same,
     assert_same_run,
+    cut_back,
     final,
     flags,
+    killed,
     launch,
     metrics,
+    ran,
     refused,
+    said_by,
     train,
 )  # fmt: skip
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forms import load_model
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanonorm import machine
 from nanonorm.machine import pick_dtype
 from scripts.studies.runs import identity, read_finished
@@ -66,16 +69,15 @@ def test_what_a_run_writes(reference, corpus):
 
 
 def test_validation_is_the_whole_split(reference, corpus):
-    """val/loss is the mean over every token of the split but the first, each predicted once; bits per byte
-    follow."""
+    """val/loss is the mean over every token of the split but the first, each predicted once."""
     model = load_model(reference / "folded.pt").double()
-    tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", "<u2").astype(np.int64))
+    split = torch.from_numpy(np.fromfile(corpus / "val.bin", "<u2").astype(np.int64))
     total = 0.0
     with torch.no_grad():
-        for i in range(0, len(tokens) - 1, 32):
-            window = tokens[i : i + 33][None]
+        for i in range(0, len(split) - 1, 32):
+            window = split[i : i + 33][None]
             total += model(window[:, :-1], window[:, 1:]).ce.item() * (window.shape[1] - 1)
-    nats, last = total / (len(tokens) - 1), metrics(reference)[-1]
+    nats, last = total / (len(split) - 1), metrics(reference)[-1]
     assert abs(last["val/loss"] - nats) < 1e-5  # float32 against float64
     assert abs(last["val/bpb"] - total / np.log(2) / 6000) < 1e-4
     assert model.meta["val/loss"] == last["val/loss"] and max(model.meta["fold_error"].values()) < 1e-4
@@ -109,40 +111,27 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     out, seed, step = tmp_path / "run", time.time_ns(), 0
     print(f"seed {seed}")  # pytest shows it where the test fails
     rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
-    heard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-
-    def killed(at: str, n: int) -> int:
-        """The step that the checkpoint keeps when the n-th call of a new process at `at` kills it."""
-        process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, **heard)
-        error = process.communicate()[1]
-        assert process.returncode == -signal.SIGKILL, error
-        return final(out)["progress"]["iter"]
-
     for first, last in ((1, 14), (16, 44), (46, 55)):  # the reference's phases
-        step = killed(rng.choice(["before", "after"]), rng.randint(first, last) - step)
-    killed("write", rng.randint(1, 100))
-    process = launch(*argv, **heard)
-    assert process.wait() == 0, process.communicate()[1]
+        killed(argv, rng.choice(["before", "after"]), rng.randint(first, last) - step)
+        step = final(out)["progress"]["iter"]
+    killed(argv, "write", rng.randint(1, 100))
+    ran(*argv)
     assert not list(out.glob("*.tmp"))
     assert_same_run(reference, out)
 
 
 def test_a_run_that_leaves_sinks_out_goes_on_amid_its_norm_phase(corpus, tmp_path):
     """To the bit: averages, c, and what the log says of them."""
-    knobs = dict(
-        sink_multiple=1.2, max_iters=24, gate_start=16, gate_end=20, ckpt_interval=12, log_interval=1
-    )
-    train(*flags(tmp_path / "run", corpus, **knobs))
+    gate = {"max_iters": 24, "gate_start": 16, "gate_end": 20}
+    train(*flags(tmp_path / "run", corpus, **gate, sink_multiple=1.2, ckpt_interval=12, log_interval=1))
     assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
     lines = metrics(tmp_path / "again")
     shares = [line["taper/sinks.1.mlp"] for line in lines[:16]]
     assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:16])
-    assert {
-        k for line in lines[16:] for k in line if k.startswith(("taper/sinks", "taper/residual"))
-    } == set()
+    assert not [k for line in lines[16:] for k in line if k.startswith(("taper/sinks", "taper/residual"))]
 
 
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.parametrize("signum", [slow(signal.SIGTERM), signal.SIGINT])
 def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     fault = {"at": "before", "n": 10, "do": signum.name}
     argv = flags(tmp_path / "run", corpus)
@@ -154,21 +143,15 @@ def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
     assert_same_run(reference, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "ranks, norm", [(2, "rmsnorm"), *(pytest.param(n, "layernorm", marks=pytest.mark.slow) for n in (2, 4))]
-)
+@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), slow(2, "layernorm"), slow(4, "layernorm")])
 def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
-    """The same global batch in float64, through both boundaries; the sums only change their order. 35
-    batches of validation for 2 or 4."""
+    """The same global batch in float64, through both boundaries; the sums only change their order."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30,
                  gate_start=8, gate_end=22, batch_size=4, eval_interval=10, sink_multiple=1.2)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
-    process = launch(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks, stdout=-1, stderr=-2)
-    out = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, out
+    ran(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks)
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
-    for name, tensor in one["state"].items():
-        torch.testing.assert_close(more["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    torch.testing.assert_close(more["state"], one["state"], rtol=1e-8, atol=1e-10)
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
         assert a.keys() == b.keys()
         for k in a:
@@ -185,26 +168,17 @@ def two_by_four(corpus, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    ("accumulated", "ranks"), [(8, 1), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (1, 2, 4))]
-)
+@pytest.mark.parametrize("accumulated, ranks", [(8, 1), slow(1, 1), slow(2, 2), slow(4, 4)])
 def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, accumulated, ranks):
     """In float64 it goes on as the same run, through both boundaries."""
     again, size = tmp_path / "again", 8 // accumulated
-    shutil.copytree(two_by_four, again)
-    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
-    assert final(again)["progress"]["iter"] == 16
+    cut_back(16, two_by_four, again)
     other = (f"--batch_size={size}", f"--gradient_accumulation_steps={accumulated}")
-    process = launch("--init_from=resume", f"--out_dir={again}", *other, ranks=ranks, stdout=-1, stderr=-2)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
+    said = ran("--init_from=resume", f"--out_dir={again}", *other, ranks=ranks)
     same = size == 4
-    assert said.count(f"as {accumulated} x {size}, not 2 x 4: the run goes on equal to rounding") == (
-        not same
-    )
+    assert (f"as {accumulated} x {size}, not 2 x 4: the run goes on equal to rounding" in said) != same
     assert final(again)["run"]["draw_size"] == (None if same else 4)
-    for name, tensor in final(two_by_four)["state"].items():
-        torch.testing.assert_close(final(again)["state"][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    torch.testing.assert_close(final(again)["state"], final(two_by_four)["state"], rtol=1e-8, atol=1e-10)
     for a, b in zip(metrics(two_by_four), metrics(again), strict=True):
         for k in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
             assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
@@ -214,11 +188,9 @@ def rank_main(rank, folder):
     where = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
     torch.manual_seed(0)
-    shape = {"vocab_size": 50, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    model = Transformer(ModelConfig(**shape, taper="all", aux_weight=0.1))
+    model = Transformer(tiny_config("rmsnorm-all-aux"))
     for step in range(5):
-        rng = torch.Generator().manual_seed(10 * step + rank)  # every rank sees its own tokens
-        idx = torch.randint(50, (2, 16), generator=rng)
+        idx = tokens(2, 16, seed=10 * step + rank)  # every rank sees its own tokens
         model(idx, idx).total.backward()
         model.update_statistics(torch.distributed.all_reduce)
     model.calibrate()
@@ -234,13 +206,10 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
     assert_same(a, b)
 
 
-@pytest.mark.parametrize(
-    ("compiles", "n_layer"), [(True, 1), pytest.param("regional", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiles, n_layer", [(True, 1), slow("regional", 2)])
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
-    """It is the same run up to rounding. Across a taper it compiles once a phase: never once a gate value or
-    once a block where those are compiled by themselves. Validation is compiled too, at gate 0 and as it
-    is; not its last windows, which are fewer, or shorter."""
+    """Up to rounding. Across a taper it compiles once a phase: never once a gate value, nor once a block.
+    Validation is compiled too, at gate 0 and as it is; not its last windows, which are fewer or shorter."""
     if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
@@ -256,9 +225,8 @@ def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
 
 
 class Recorded(TorchDispatchMode):
-    """What a CUDA graph is to train.py, on a CPU: the operators of what ran inside it, with the arguments
-    they had, done again by replay() with what those tensors hold by then. Reading a value on the host is
-    refused, as in a capture."""
+    """What a CUDA graph is to train.py, on a CPU: the operators of what ran inside it, done again by replay()
+    with what their tensors hold by then. Reading a value on the host is refused, as in a capture."""
 
     def __init__(self):
         super().__init__()
@@ -283,31 +251,25 @@ class Recorded(TorchDispatchMode):
                     old.copy_(new)
 
 
-FAKE = dict(calibration="mean_scale", anchor_target="batch", gate_schedule="sequential", gate_gaps="2,2,3")
+FAKE = dict(calibration="mean_scale", anchor_target="batch", gate_schedule="sequential", gate_gaps="2,2,3",
+            mask_end=True, grad_checkpoint=True, sink_multiple=1.2)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("norm", "taper", "accumulated", "more"),
+    "norm, taper, accumulated, more",
     [
-        pytest.param("layernorm", "internal", 2, {}, marks=pytest.mark.slow),
-        pytest.param(
-            "layernorm",
-            "internal",
-            2,
-            {**FAKE, "mask_end": True, "grad_checkpoint": True, "sink_multiple": 1.2},
-            marks=pytest.mark.slow,
-        ),
+        slow("layernorm", "internal", 2, {}),
+        slow("layernorm", "internal", 2, FAKE),
         ("rmsnorm", "all", 1, {"gate_budget": 1e9}),
-        pytest.param("cbwc", "none", 1, {}, marks=pytest.mark.slow),
+        slow("cbwc", "none", 1, {}),
     ],
 )
 def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, accumulated, more):
-    """From step to step of a phase only what tensors hold changes: the operators of its fourth step, done
-    again, are all that the later ones need, through schedules, calibration, logging and a checkpoint in
-    between."""
-    knobs = dict(norm=norm, taper=taper, gradient_accumulation_steps=accumulated, max_iters=40, **more)
+    """The operators of the fourth step of a phase, done again, are all that its later ones need, through
+    schedules, calibration, logging and a checkpoint in between: only what tensors hold changes."""
     end = 26 if "gate_gaps" in more else 30  # by the gaps the last of six gates falls at step 26
-    knobs["gate_end"] = end
+    knobs = {"norm": norm, "taper": taper, "max_iters": 40, "gate_end": end, **more}
+    knobs["gradient_accumulation_steps"] = accumulated
     train(*flags(tmp_path / "eager", corpus, **knobs))
     graphs, plain = [], machine.set_up
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Recorded()) or graphs[-1])
@@ -322,40 +284,27 @@ def test_a_step_can_be_one_graph(corpus, tmp_path, monkeypatch, norm, taper, acc
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
         # AdamW's learning rate is in float32, as a tensor; taper/residual is a difference of ones
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
-    model = load_model(tmp_path / "graph/ckpt.pt")
-    for name, value in load_model(tmp_path / "eager/ckpt.pt").state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    states = [final(tmp_path / name)["state"] for name in ("graph", "eager")]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
     whole = metrics(tmp_path / "graph")
     for graph in (True, False):  # gone on with from step 35, five before the end
         again = tmp_path / f"again-{graph}"
-        shutil.copytree(tmp_path / "graph", again)
-        (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
-        assert final(again)["progress"]["iter"] == 35
+        cut_back(35, tmp_path / "graph", again)
         train("--init_from=resume", f"--out_dir={again}", f"--cuda_graph={graph}")
         assert metrics(again)[-1] == pytest.approx(whole[-1], rel=1e-5) and metrics(again)[-1]["iter"] == 40
     assert graphs[-1].replays == 2 and len(graphs) == 4
 
 
-@pytest.mark.slow
-def test_a_run_of_before_a_knob_was_added_goes_on(corpus, tmp_path):
-    for name in ("run", "whole"):
-        train(*flags(tmp_path / name, corpus, max_iters=46, ckpt_interval=20))
-    run = tmp_path / "run"
-    ckpt = torch.load(run / "ckpt.prev.pt", weights_only=True)
-    (run / "ckpt.prev.pt").unlink()
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    head = json.loads(lines[0])
+def test_a_run_of_before_a_knob_was_added_has_its_default(reference, tmp_path):
+    run = shutil.copytree(reference, tmp_path / "run")
+    head, *lines = (run / "metrics.jsonl").read_text().splitlines()
     settings = json.loads((run / "config.json").read_text())
-    for record in (ckpt["run"], head["settings"], settings):
-        del record["cuda_graph"]
-    torch.save(ckpt, run / "ckpt.pt")
-    (run / "metrics.jsonl").write_text("\n".join([json.dumps(head), *lines[1:]]) + "\n")
-    (run / "config.json").write_text(json.dumps(settings))
+    del settings["cuda_graph"]
+    head = json.dumps(json.loads(head) | {"settings": settings})
+    (run / "metrics.jsonl").write_text("\n".join([head, *lines]) + "\n")
     same, other = (identity(settings | {"cuda_graph": graph}) for graph in (False, True))
     assert identity(settings) == same != other
     assert read_finished(run)[0]["settings"]["cuda_graph"] is False  # as report.py sees it
-    train("--init_from=resume", f"--out_dir={run}")
-    assert_same_run(run, tmp_path / "whole")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -382,10 +331,9 @@ torch.optim.AdamW.step = look
 sys.argv[0], sys.path[0] = {str(ROOT / "train.py")!r}, {str(ROOT)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
-    how = {"script": tmp_path / "looking.py", "env": {**os.environ, "OMP_NUM_THREADS": "2"}, "stdout": -1}
-    process = launch(*flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), **how)
-    lines = process.communicate(timeout=300)[0].splitlines()
-    assert process.returncode == 0 and lines.count("zero") == 16 and "subnormal" not in lines
+    argv, env = flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), {"OMP_NUM_THREADS": "2"}
+    lines = said_by(tmp_path / "looking.py", *argv, env=os.environ | env).splitlines()
+    assert lines.count("zero") == 16 and "subnormal" not in lines
 
 
 def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
@@ -396,14 +344,6 @@ def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, c
     kept = final(tmp_path / "run")
     assert all(torch.isfinite(t).all() for t in kept["state"].values())
     assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
-
-
-def test_wandb_offline(corpus, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    knobs = {"max_iters": 10, "gate_start": 3, "gate_end": 8, "wandb_log": True, "wandb_mode": "offline"}
-    train(*flags(tmp_path / "run", corpus, **knobs))
-    assert list((tmp_path / "run/wandb").glob("offline-run-*"))
 
 
 def test_sample_from_every_file(reference, capsys):
@@ -421,11 +361,7 @@ def test_sample_from_every_file(reference, capsys):
 def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
     run = tmp_path / "run"
     for knobs, words in (
-        (dict(n_layers=3), ["n_layers", "n_layer"]),
-        (dict(n_layer=2.5), ["n_layer", "int"]),
-        (dict(taper="inernal"), ["internal"]),
         (dict(norm="dyt"), ["taper", "rmsnorm"]),
-        (dict(gate_start=50), ["gate_start", "gate_end"]),
         (dict(n_head=5), ["n_embd", "n_head"]),
         (dict(block_size=10**6), ["tokens", "block_size"]),
         (dict(vocab_size=200), ["vocab_size", "400"]),
@@ -435,29 +371,23 @@ def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
         (dict(cuda_graph=True, dropout=0.1), ["dropout draws anew"]),
         (dict(init_from="resum"), ["did you mean resume"]),
         (dict(form="folded"), ["form=folded is not for new weights"]),
-        (dict(device="tpu"), ["device", "cpu"]),
         (dict(init_from="resume"), ["resume", "ckpt.pt"]),
     ):
         line = refused(capsys, *flags(run, corpus, **knobs))
-        assert all(word in line for word in words), line
-        assert not run.exists(), knobs
+        assert all(word in line for word in words) and not run.exists(), line
     assert "config/demo.py" in refused(capsys, "config/dem.py")
 
 
 def test_refused_corpora(corpus, tmp_path, capsys):
     def broken(name, change):
-        folder = tmp_path / name
-        folder.mkdir()
-        for p in corpus.iterdir():
-            (folder / p.name).write_bytes(p.read_bytes())
+        folder = shutil.copytree(corpus, tmp_path / name)
         change(folder)
         return refused(capsys, *flags(tmp_path / "run", folder))
 
-    meta = json.dumps({**json.loads((corpus / "meta.json").read_text()), "vocab_size": 390})
+    meta = json.dumps(json.loads((corpus / "meta.json").read_text()) | {"vocab_size": 390})
     assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
     assert "beyond the vocabulary" in broken("ids", lambda f: (f / "meta.json").write_text(meta))
     assert "prepare" in broken("json", lambda f: (f / "meta.json").write_text("{"))
-    assert "prepare" in broken("keys", lambda f: (f / "meta.json").write_text("{}"))
     assert "tokenizer" in broken("tokenizer", lambda f: (f / "tokenizer.model").unlink())
     assert not (tmp_path / "run").exists()
 
@@ -470,35 +400,33 @@ def test_refused_run_folders(reference, corpus, tmp_path, capsys):
     assert before == {p.name: p.read_bytes() for p in reference.iterdir()}
     (tmp_path / "file").write_text("")
     assert "out_dir" in refused(capsys, *flags(tmp_path / "file" / "run", corpus))
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut/ckpt.pt").write_bytes(before["ckpt.pt"][:5000])
-    assert "cut short" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
-    (tmp_path / "cut/ckpt.pt").write_bytes(before["folded.pt"])
-    said = refused(capsys, "--init_from=resume", f"--out_dir={tmp_path / 'cut'}")
-    assert "not a training checkpoint" in said
+    (tmp_path / "run/ckpt.pt.tmp").mkdir(parents=True)  # a temporary file that cannot go
+    assert "ckpt.pt.tmp" in refused(capsys, *flags(tmp_path / "run", corpus))
+    (tmp_path / "ckpt.pt").write_bytes(before["folded.pt"])
+    assert "not a training checkpoint" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
 
 
 def test_refused_samples(reference, tmp_path, capsys):
-    assert "no such file" in refused(capsys, tmp_path / "none.pt", program="sample.py")
     assert "holds no run" in refused(capsys, tmp_path, program="sample.py")
-    assert "temperature" in refused(capsys, reference, "--temperature=-1", program="sample.py")
     assert "name one" in refused(capsys, program="sample.py")
     (tmp_path / "folded.pt").write_bytes((reference / "folded.pt").read_bytes())
     assert "tokenizer" in refused(capsys, tmp_path, "--prompt=a", program="sample.py")
 
 
 def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
-    for key, value in (("optimizer", {"x": 1}), ("progress", {}), ("run", {"n_layer": 2})):
-        torch.save({**final(reference), key: value}, tmp_path / "ckpt.pt")
-        assert "ckpt.pt" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
-    optimizer = final(reference)["optimizer"]
-    optimizer["state"][0]["exp_avg"] = torch.zeros(3)  # the fused AdamW would read past its end
-    torch.save({**final(reference), "optimizer": optimizer}, tmp_path / "ckpt.pt")
-    assert "optimizer state" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
-    state = final(reference)["state"]
-    state["blocks.0.attn.qkv.weight"][3, 3] = float("nan")
-    torch.save({**final(reference), "state": state}, tmp_path / "ckpt.pt")
-    assert "blocks.0.attn.qkv.weight" in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
+    whole, first = final(reference), "blocks.0.attn.qkv.weight"
+    short, bad = final(reference)["optimizer"], final(reference)["state"]
+    short["state"][0]["exp_avg"] = torch.zeros(3)  # the fused AdamW would read past its end
+    bad[first][3, 3] = float("nan")
+    for key, value, said in (
+        ("optimizer", {"x": 1}, "ckpt.pt"),
+        ("progress", {}, "ckpt.pt"),
+        ("run", {"n_layer": 2}, "ckpt.pt"),
+        ("optimizer", short, "optimizer state"),
+        ("state", bad, first),
+    ):
+        torch.save({**whole, key: value}, tmp_path / "ckpt.pt")
+        assert said in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
 
 
 def test_two_runs_in_one_folder(corpus, tmp_path):
@@ -515,25 +443,18 @@ def test_two_runs_in_one_folder(corpus, tmp_path):
     first.stderr.close()
 
 
-@pytest.mark.parametrize(
-    "norm", ["rmsnorm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dyt", "cbwc"))]
-)
+@pytest.mark.parametrize("norm", ["rmsnorm", slow("dyt"), slow("cbwc")])
 def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
     """The commands that train.py prints at its end, for runs with one export and with two."""
     out = tmp_path / "a run"
     train(*flags(out, corpus, norm=norm, taper="none", aux_weight=0, max_iters=4, eval_interval=4))
-    said = capsys.readouterr().out
-    for command in said.splitlines()[-1].removeprefix("next: ").split("    or    "):
+    last = capsys.readouterr().out.splitlines()[-1]
+    for command in last.removeprefix("next: ").split("    or    "):
         program, path = shlex.split(command)[1:3]
         assert Path(path) == out
-        short = {"bench.py": ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"],
-                 "sample.py": ["--prompt=x", "--max_new_tokens=2"]}  # fmt: skip
-        train(path, *short[program], program=program)
-
-
-def test_a_temporary_file_that_cannot_go_is_one_line(corpus, tmp_path, capsys):
-    (tmp_path / "run/ckpt.pt.tmp").mkdir(parents=True)
-    assert "ckpt.pt.tmp" in refused(capsys, *flags(tmp_path / "run", corpus))
+        few = {"bench.py": ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"],
+               "sample.py": ["--prompt=x", "--max_new_tokens=2"]}  # fmt: skip
+        train(path, *few[program], program=program)
 
 
 def test_out_of_memory_is_one_line(corpus, tmp_path, capsys):
