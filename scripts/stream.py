@@ -251,7 +251,7 @@ def report(k: Knobs, network: Network, text: Text, figures: Figures, device, own
     tokens = [of | found for found in token_rows(r, sink, ids, sites, tokenizer, k.begin)]
     many = f"{sink.any(0).sum():,} of {ids.size:,} tokens are sinks at some site"
     said = f"{len(ids)} windows of {T} tokens. {many}: r above {k.sink_multiple:g} times the site's median."
-    said += f" {n} more windows are not finite, and left out." if (n := (~finite).sum()) else ""
+    said += f" Not finite, and left out: {n}." if (n := (~finite).sum()) else ""
     shown = [table(tokens[:SHOWN], "token", TOKENS)] if tokens else []
     figure = draw(figures, folder_name(f"{own}_{text.folder.name}"), rows, r, sink)
     return [f"## {network.name}, {text.name}", said, *shown, table(rows, "site", SITES), figure], rows, tokens

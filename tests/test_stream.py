@@ -177,7 +177,7 @@ def test_networks_side_by_side_have_the_rows_of_each_and_leave_out_what_is_not_f
         other.tok_emb.weight[ids[3, 5]] = 1e30
     bad = (ids == ids[3, 5]).any(1).sum().item()
     said, rows, _ = run(capsys, tmp_path / "bad", put(other, tmp_path / "c", text), *both)
-    assert f"{bad} more windows are not finite" in said and int(rows[0]["tokens"]) == 16 * (len(ids) - bad)
+    assert f"Not finite, and left out: {bad}." in said and int(rows[0]["tokens"]) == 16 * (len(ids) - bad)
 
 
 @pytest.mark.parametrize(
