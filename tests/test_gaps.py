@@ -14,9 +14,9 @@ pytest.importorskip("matplotlib")
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
+from nanonorm.stats import T95, interval
 from scripts.studies import gaps
 from scripts.studies.runs import FinishedRun
-from scripts.studies.stats import T95, interval
 
 
 def run(norm: str, seed: int, loss: float, taper: str = "none", **knobs) -> FinishedRun:

@@ -21,12 +21,12 @@ from nanonorm.divergence import Divergence, divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import read_file
 from nanonorm.plots import COLOURS
+from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown
 from scripts.couple import draw as draw_rms
 from scripts.couple import rms_table
 from scripts.studies.figures import Figures, curve
 from scripts.studies.runs import FinishedRun, about, by_seed, load_all, read_json
-from scripts.studies.stats import differences, interval, spread
 
 STOPPED, THROUGH = "_stopped", "_through"
 MAY_DIFFER = {"seed", "out_dir", "init_from", "coupled_from_layer", "coupled_grad"}  # in runs compared here

@@ -20,6 +20,7 @@ from pathlib import Path
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
+from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
 from scripts.studies.figures import OTHER, STYLE, Figures, shades
 from scripts.studies.runs import (
@@ -32,7 +33,6 @@ from scripts.studies.runs import (
     varying,
     versions_of,
 )
-from scripts.studies.stats import interval, relative, spread
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FAILED = 10.0  # %: a run this far behind is of another kind, and no mean holds it

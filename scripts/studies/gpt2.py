@@ -16,12 +16,12 @@ import numpy as np
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
+from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown
 from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import residual_study
 from scripts.studies.runs import FinishedRun, about, load_all, read_json
-from scripts.studies.stats import differences, interval, spread
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone

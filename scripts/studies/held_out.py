@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanonorm.errors import BadInput
+from nanonorm.stats import spread
 from nanonorm.tables import markdown, report_folder, write_markdown
 from scripts.studies.runs import read_json
-from scripts.studies.stats import spread
 
 
 @dataclass

@@ -21,6 +21,7 @@ from config import Config
 from model import NORMS
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
+from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
@@ -38,7 +39,6 @@ from scripts.studies.runs import (
     varying,
     versions_of,
 )
-from scripts.studies.stats import interval, relative, spread
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", *(norm for norm in NORMS if norm in PAPER_ROWS))

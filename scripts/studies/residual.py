@@ -9,9 +9,9 @@ import torch
 from data import corpus_folder, open_corpus
 from forms import load_model
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.stats import spread
 from nanonorm.tables import markdown
 from scripts.studies.runs import FinishedRun, Unusable
-from scripts.studies.stats import spread
 
 
 @contextmanager

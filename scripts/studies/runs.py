@@ -295,12 +295,8 @@ def variant_of(s: dict) -> str:
     for name, row in PAPER_ROWS.items():
         if row == knobs:
             return name
-    made = [s["norm"]]
-    if s["taper"] != "none":
-        made.append(s["taper"])
-    if s["aux_weight"] > 0:
-        made.append("aux")
-    return "_".join(made)
+    parts = (s["norm"], "" if s["taper"] == "none" else s["taper"], "aux" if s["aux_weight"] > 0 else "")
+    return "_".join(part for part in parts if part)
 
 
 def point_of(head: dict) -> dict:
@@ -361,11 +357,8 @@ def split(runs: list[FinishedRun], knobs: list[str]) -> dict[tuple, list[Finishe
 
 def versions_of(runs: list[FinishedRun], names) -> str:
     """The values of some versions in the headers of runs."""
-    said = []
-    for name in names:
-        values = sorted({str(run.head["versions"].get(name)) for run in runs})
-        said.append(f"{name} {', '.join(values)}")
-    return "; ".join(said)
+    values = {name: sorted({str(run.head["versions"].get(name)) for run in runs}) for name in names}
+    return "; ".join(f"{name} {', '.join(of_name)}" for name, of_name in values.items())
 
 
 def resumed(runs: list[FinishedRun]) -> list[str]:
