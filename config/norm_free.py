@@ -2,7 +2,7 @@
 # begin token as a sink that becomes constants (docs/norm-free.md). Of another network:
 #   python train.py config/norm_free.py --init_from=PATH --teacher=PATH --sink_token=ID
 # The study norm_free is this on SmolLM2-135M and two cores, on stories, books, WikiText-2 and Python, without
-# ends of texts (data/windows.py --sink=True). With --taper_from_layer=0 its gate stood at 0.12 after 300
+# ends of texts (data/windows.py --sink=True). With --taper_from_layer=0 its gate stood at 0.12 after 302
 # steps.
 
 dataset = "norm_free"

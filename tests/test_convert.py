@@ -361,7 +361,8 @@ def random_texts(n: int):
     low, high = range(0xD800), range(0xE000, 0x110000)
     source = (ROOT / "model.py").read_text()
     alphabets = [
-        "abc XYZ_019.,()[]\n\t\r\0", "äöüßéñçøœ ", "дйё Ωλπ ", "東京日本語 ", "😀👍🏽👩‍💻 ", "עברית عربى ",
+        "abc XYZ_019.,()[]\n\t\r\0", "äöüßéñçøœ ", "дйё Ωλπ ",
+        "東京日本語 ", "😀👍🏽👩‍💻 ", "עברית عربى ",
     ]  # fmt: skip
     kinds = [
         lambda n: source[(start := rng.randrange(len(source))) : start + n],

@@ -129,6 +129,13 @@ def test_one_head_for_both_learns_as_the_students_alone():
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
+def test_the_divergence_of_a_network_from_itself_is_0_and_has_no_gradient():
+    y, head, *_, targets = random_heads(False)
+    total, _, kl = distill_loss(y, head, y.detach(), head, targets, 0.0, 1.0)
+    (grad,) = torch.autograd.grad(total, y)
+    assert kl.abs() < 1e-15 and grad.abs().max() < 1e-15
+
+
 @pytest.mark.slow
 def test_the_loss_takes_less_than_a_quarter_of_the_plain_ones_memory():
     """Of 4,096 tokens, of Qwen3's vocabulary. The plain one is measured at a quarter of the tokens, all of

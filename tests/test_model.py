@@ -495,6 +495,17 @@ def test_cbwc_training_is_layernorm_training(more):
     assert wanted[-1] < wanted[0] - 1  # it did train
 
 
+def test_cbwc_logits_are_layernorms_and_its_stream_has_mean_zero():
+    layernorm, cbwc = (tiny(norm, seed=4, std=0.15) for norm in ("layernorm", "cbwc"))
+    idx, targets = batch()
+    assert scale_of_difference(cbwc(idx), layernorm(idx)) <= EXACT
+    streams = [m(idx, targets).stream.mean(-1).abs().max().item() for m in (layernorm, cbwc)]
+    assert streams[0] > 0.1 and streams[1] < 1e-13
+    plain = tiny("rmsnorm", seed=4, std=0.15)  # without the centring RMSNorm is not LayerNorm
+    plain.load_state_dict({k: v for k, v in cbwc.state_dict().items() if not k.endswith("bias")})
+    assert scale_of_difference(plain(idx), layernorm(idx)) > 1e-2
+
+
 # --- files
 
 

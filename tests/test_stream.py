@@ -162,7 +162,8 @@ def test_two_texts_of_a_folder_of_transformers(capsys, text, tmp_path):  # noqa:
     assert "scripts/stream.py" in (tmp_path / "out/stream.md").read_text()
 
 
-def test_networks_side_by_side_have_the_rows_of_each_and_leave_out_what_is_not_finite(capsys, text, tmp_path):  # noqa: F811
+def test_networks_side_by_side_have_the_rows_of_each(capsys, text, tmp_path):  # noqa: F811
+    """And windows that are not finite are left out."""
     ids, other = blocks_of(text, 16), network("rmsnorm-internal", seed=1)
     models = {"a": network("rmsnorm"), "b": other}
     folders = [put(model.float(), tmp_path / name, text) for name, model in models.items()]

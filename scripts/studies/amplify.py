@@ -74,8 +74,8 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
 
 
 class Growth(NamedTuple):
-    """A number a block: what is left of the change, over the windows that stay near; the share of the others;
-    what would be left if all that is written stayed. And how many windows are not finite as they are."""
+    """(n_layer - layer + 1) each: what is left of the change, over the windows that stay near; the share of
+    the others; what would be left if all writes stayed, along the stream. bad: windows not finite as is."""
 
     left: np.ndarray
     far: np.ndarray
