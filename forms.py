@@ -28,6 +28,7 @@ from model import (
 )
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, phase_and_gates, read_file
+from nanonorm.knobs import changed
 from nanonorm.scale import drop_held
 from nanonorm.sink import store_sink, text_calls
 
@@ -186,7 +187,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
     for name in ("tok_emb", "pos_emb"):
         if folds and isinstance(getattr(new, name), CentredEmbedding):
             setattr(new, name, uncentred(getattr(new, name)))
-    config = replace(model.config, tie_embeddings=new.lm_head is None, emb_scale=None, **IN_TRAINING)
+    config = changed(model.config, tie_embeddings=new.lm_head is None, emb_scale=None, **IN_TRAINING)
     new.config = replace(config, form=form)
     store_sink(model, new)
     return new.eval()

@@ -86,7 +86,7 @@ class ModelKnobs:
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
-    taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
+    taper_from_layer: Annotated[Whole, BLOCKS, SITE_LOSS, FREE, Since(4)] = 0  # blocks below this one keep their norms
     taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
@@ -506,16 +506,16 @@ def statistic(c: ModelConfig) -> Norm:
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
     """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them: [0] cos, [1] sin with
-    the half-split rotation's sign. None for learned positions."""
+    the half-split rotation's sign. None for learned positions. A CPU computes them: a GPU rounds otherwise."""
     if c.positions != "rope":
         return None
-    numbers = partial(torch.arange, device=device, dtype=torch.float32)
+    numbers = partial(torch.arange, device="cpu", dtype=torch.float32)
     frequency = 1.0 / c.rope_base ** (numbers(0, c.head_dim, 2) / c.head_dim)  # radians a token
     if c.rope_scaling is not None:
         frequency = llama3_frequencies(frequency, *c.rope_scaling)
     angle = torch.outer(numbers(c.block_size), frequency)  # (block_size, C/2)
     cos, sin = angle.cos(), angle.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2).to(device)
 
 
 # ---------------------------------------------------------------------------------------------------------

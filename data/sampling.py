@@ -14,10 +14,11 @@ import torch
 
 def sent(t, device):
     """A tensor on a device. From the host to a GPU it goes by page-locked memory, so nothing waits for it;
-    torch gives no such memory out again before the copy is over."""
-    if t.is_cpu and torch.device(device).type != "cpu":
-        t = t.pin_memory()
-    return t.to(device, non_blocking=True)
+    torch gives no such memory out again before the copy is over. To the host it waits: whoever read it at
+    once would read what was there before."""
+    if torch.device(device).type == "cpu":
+        return t.to(device)
+    return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
 
 
 def windows(tokens, starts, length: int, device):

@@ -146,7 +146,7 @@ def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(corpus, tmp_
 
 
 def test_a_baseline_with_it_is_exported_without():
-    model = tiny("rmsnorm", phase="norm", **KNOBS).float()
+    model = tiny("rmsnorm", phase="norm", **KNOBS | {"taper_from_layer": 1, "sink_multiple": 3.0}).float()
     x, _ = batch()
     for form in export_files(model.config).values():
         exported, _ = proved(model, form, x)
