@@ -236,8 +236,7 @@ def first_stream(model: Transformer, idx, dtype: torch.dtype, form: str = "train
     x, tables = 0, ((model.tok_emb, idx, model.emb_scale), (model.pos_emb, positions, None))
     for table, ids, factor in tables:
         if table is not None:
-            rows = table.weight[ids.flatten()].to(dtype)  # a small table: the whole one may be large
-            small = type(table).from_pretrained(rows)
+            small = type(table).from_pretrained(table.weight[ids.flatten()].to(dtype))  # a few rows
             if factor is not None and form != "trained":
                 small, factor = with_factor(small, factor), None
             if form not in ("trained", "unfused") and isinstance(small, CentredEmbedding):

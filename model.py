@@ -86,7 +86,7 @@ class ModelKnobs:
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
-    taper_from_layer: Annotated[Whole, BLOCKS, SITE_LOSS, FREE, Since(4)] = 0  # blocks below this one keep their norms
+    taper_from_layer: Annotated[Whole, BLOCKS, *HOLDS] = 0  # blocks below this one keep their norms
     taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
@@ -505,8 +505,8 @@ def statistic(c: ModelConfig) -> Norm:
 
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
-    """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them: [0] cos, [1] sin with
-    the half-split rotation's sign. None for learned positions. A CPU computes them: a GPU rounds otherwise."""
+    """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them, and on a CPU, as a
+    GPU rounds otherwise: [0] cos, [1] sin with the half-split rotation's sign. None for learned positions."""
     if c.positions != "rope":
         return None
     numbers = partial(torch.arange, device="cpu", dtype=torch.float32)

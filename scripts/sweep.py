@@ -129,7 +129,8 @@ def weights(name: str) -> tuple[dict, Path]:
 
 def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str], named: list[str]):
     """The PlannedRun that config files and flags make, without the flags it does not read, but for those that
-    take back what a file sets; named: the flags that its name tells. Raises: BadInput if train.py would refuse it."""
+    take back what a file sets; named: the flags that its name tells. Raises: BadInput if train.py would
+    refuse it."""
 
     def parsed() -> tuple[list[str], list[str], Config]:
         argv = files + [f"--{n}={v}" for n, v in flags.items()]

@@ -1,9 +1,12 @@
 """Not Linux alone: a run without fcntl, /proc and a C library to ask; and what a device can do."""
 
+import contextlib
 import ctypes
+import gc
 import json
 import os
 import platform
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -12,8 +15,10 @@ from conftest import refuses, tiny
 from running import ROOT, assert_goes_on_from, assert_same_run, cut_back, flags, metrics, said_by, train
 
 from config import Config
-from nanonorm.machine import keep_freed_memory, pick_device, pick_dtype, widest_float
+from data.sampling import sent
+from nanonorm.machine import Replayed, keep_freed_memory, pick_device, pick_dtype, widest_float
 from nanonorm.optimizer import make_optimizer
+from nanonorm.timing import captured
 
 # Runs commands in one process, as another system would, and prints what they looked for in vain.
 ELSEWHERE = """
@@ -127,3 +132,48 @@ def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatc
 def test_adamw_is_fused_only_where_it_skips_a_bad_step(device, fused):
     optimizer = make_optimizer(list(tiny().parameters()), Config(), torch.device(device))
     assert optimizer.defaults["fused"] == fused
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs that hold nothing. What a GPU does with them is in test_cuda.py."""
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+
+
+def test_a_graph_has_one_set_of_inputs(graphs):
+    """From its first warm-up on: what has other strides would be compiled again, amid the capture."""
+    seen = []
+    replayed = Replayed(lambda x: seen.append((x.data_ptr(), x.stride(), x[0, 0].item())))
+    for i in range(6):
+        replayed(torch.full((2, 4), i)[:, :-1])
+    assert len({(where, strides) for where, strides, _ in seen}) == 1
+    assert [value for *_, value in seen] == [0, 1, 2, 3] and replayed.inputs[0].unique().tolist() == [5]
+    assert replayed.graph.replay.call_count == 3
+
+
+def test_a_captured_step_keeps_what_it_reads(graphs):
+    """The graph has addresses alone."""
+
+    def step_of(x):
+        return lambda: x + 1
+
+    x = torch.ones(3)
+    kept = weakref.ref(x)
+    replay = captured(lambda: None, step_of(x))
+    del x
+    gc.collect()
+    assert kept() is not None
+    del replay
+    gc.collect()
+    assert kept() is None
+
+
+def test_nobody_reads_what_has_not_come_to_the_host_yet():
+    t = Mock(is_cpu=False)
+    sent(t, "cpu")
+    t.to.assert_called_once_with("cpu")
+    sent(t, "cuda")
+    t.to.assert_called_with("cuda", non_blocking=True)

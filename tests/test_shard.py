@@ -53,7 +53,8 @@ def spread(tmp_path, ranks: int, *cases: str) -> list[dict]:
 
 def furthest(expected: list, found: list) -> float:
     """Of the numbers of two runs, each relative to itself if that is above 1."""
-    pairs = zip(torch.tensor(expected).flatten(), torch.tensor(found).flatten(), strict=True)
+    expected, found = (torch.tensor(numbers, dtype=torch.float64).flatten() for numbers in (expected, found))
+    pairs = zip(expected, found, strict=True)
     return max(abs(x - y).item() / max(1, abs(x.item())) for x, y in pairs)
 
 
