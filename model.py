@@ -509,7 +509,7 @@ def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
     GPU rounds otherwise: [0] cos, [1] sin with the half-split rotation's sign. None for learned positions."""
     if c.positions != "rope":
         return None
-    numbers = partial(torch.arange, device="cpu", dtype=torch.float32)
+    numbers = partial(torch.arange, device="meta" if str(device) == "meta" else "cpu", dtype=torch.float32)
     frequency = 1.0 / c.rope_base ** (numbers(0, c.head_dim, 2) / c.head_dim)  # radians a token
     if c.rope_scaling is not None:
         frequency = llama3_frequencies(frequency, *c.rope_scaling)
