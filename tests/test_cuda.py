@@ -48,10 +48,12 @@ def test_no_step_waits_for_the_device(case, monkeypatch):
     batch = sharded.batch_of(step, 0)
     for k in range(sharded.STEPS):
         step.at(k)  # a calibration looks at what it found
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")  # which knows most of what waits, not all
         try:
             step(*batch)
             batch = sharded.batch_of(step, k + 1)
+            with pytest.raises(RuntimeError):
+                step.totals[0].item()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -63,9 +65,16 @@ def test_a_step_as_a_graph_is_the_same_step(case, monkeypatch):
     assert furthest(eager, graph) < 1e-5  # AdamW's learning rate is in float32, as a tensor
 
 
+@pytest.fixture
+def own_stream():
+    """A run with cuda_graph=True leaves its process another stream than the default one."""
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        yield
+
+
 @pytest.mark.parametrize("compile", [True, "regional"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_compiled_is_eager_but_for_rounding(compile, graph, corpus, tmp_path):
+def test_compiled_is_eager_but_for_rounding(compile, graph, corpus, tmp_path, own_stream):
     knobs = dict(device="cuda", dtype="float32", max_iters=40, gate_start=10, gate_end=30)
     train(*flags(tmp_path / "eager", corpus, **knobs, compile=False))
     train(*flags(tmp_path / "fast", corpus, **knobs, compile=compile, cuda_graph=graph))
@@ -103,6 +112,6 @@ def test_one_rank_of_a_sharded_run_is_the_run(corpus, tmp_path):
 def test_what_comes_to_the_host_is_there():
     """Behind work that takes the device a while."""
     busy, t = torch.randn(8192, 8192, device=GPU), torch.arange(1 << 20, device=GPU)
-    for _ in range(5):
+    for i in range(5):
         busy @ busy
-        assert torch.equal(sent(t + 1, "cpu"), torch.arange(1, (1 << 20) + 1))
+        assert torch.equal(sent(t + i, "cpu"), torch.arange(i, i + (1 << 20)))

@@ -7,8 +7,9 @@ from running import assert_goes_on_from, flags, metrics, refused, train
 from test_gates import FAKE, ONE_BY_ONE, small_run, whole_run
 
 from bench import with_norm
+from config import Config
 from forms import fold, load_model
-from model import FakeLNBlock, Taper
+from model import FakeLNBlock, Taper, Transformer
 from nanonorm.scale import site_losses
 from nanonorm.schedules import drop_steps
 
@@ -69,6 +70,16 @@ def test_the_site_loss_is_of_the_norms_that_taper():
     assert [*site_losses(model)] == ["1.attn", "1.mlp"]
     assert all(site.skip_first for site in site_losses(model).values())
     assert [*model.taper_norms()] == ["1.attn", "1.mlp"]
+
+
+def test_a_site_loss_that_is_added_to_weights_leaves_the_blocks_alone():
+    file = tiny("rmsnorm-internal", phase="norm", taper_from_layer=1).to_file({}) | {"phase": "norm"}
+    asked = Config(site_weight=1.0)
+    run = asked.started_from(file, {"site_weight"}, "weights")
+    assert (run.taper, run.taper_from_layer, run.site_weight) == ("internal", 1, 1.0)
+    control = Config(site_weight=1.0, taper_from_layer=1, taper="none")
+    run = control.started_from(file, {"site_weight", "taper", "taper_from_layer"}, "weights")
+    assert [*site_losses(Transformer(run.model_config(61)))] == ["1.attn", "1.mlp"]
 
 
 def test_a_benchmark_has_the_same_blocks():

@@ -154,6 +154,19 @@ def test_a_knob_that_a_variant_does_not_read_makes_no_second_run():
     assert len(runs) == 2 + 2
 
 
+def test_flags_take_back_what_a_file_sets(tmp_path):
+    file = tmp_path / "limited.py"
+    file.write_text("taper = 'internal'\ntaper_ceiling = 2.0\nsite_weight = 1.0\nsite_far = 5.0\n")
+
+    def planned(*argv):
+        (run,) = sweep.grid(sweep.Sweep(), [str(file)], sweep.read_command(list(argv))[2])
+        return [run.settings[name] for name in ("taper", "taper_ceiling", "site_weight", "site_far")]
+
+    assert planned("--seed=1") == ["internal", 2.0, 1.0, 5.0]
+    assert planned("--taper=none", "--taper_ceiling=None") == ["none", None, 1.0, 5.0]
+    assert planned("--site_weight=0", "--site_far=0") == ["internal", 2.0, 0.0, 0.0]
+
+
 def test_plain_knobs_make_a_grid_without_variants():
     """Equal values are one run, and of a flag that is given twice the last counts."""
     runs = runs_of("--taper=internal,all", "--aux_weight=0,0.1", "--batch_size=4").values()
