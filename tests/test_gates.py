@@ -438,6 +438,7 @@ def test_a_fake_norm_begins_from_a_layernorm():
     assert scale_of_difference(after(tokens(2, 16)), before(tokens(2, 16))) <= 1e-5  # float32
 
 
+@pytest.mark.slow
 def test_a_run_that_removes_site_by_site_goes_on_amid_it(corpus, tmp_path):
     """FakeLN as a whole: seven drops at steps 15 to 35, resumed from step 25."""
     run = dict(norm="layernorm", taper="all", calibration="mean_scale", gate_schedule="sequential",

@@ -206,7 +206,7 @@ def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
     assert_same(a, b)
 
 
-@pytest.mark.parametrize("compiles, n_layer", [(True, 1), slow("regional", 2)])
+@pytest.mark.parametrize("compiles, n_layer", [slow(True, 1), slow("regional", 2)])
 def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
     """Up to rounding. Across a taper it compiles once a phase: never once a gate value, nor once a block.
     Validation is compiled too, at gate 0 and as it is; not its last windows, which are fewer or shorter."""
