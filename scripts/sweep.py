@@ -128,9 +128,8 @@ def weights(name: str) -> tuple[dict, Path]:
 
 
 def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str], named: list[str]):
-    """The PlannedRun that config files and flags make, without the flags it does not read, but for those that
-    take back what a file sets; named: the flags that its name tells. Raises: BadInput if train.py would
-    refuse it."""
+    """The PlannedRun that config files and flags make, without flags that it does not read, unless they undo
+    a file's; named: the flags that its name tells. Raises: BadInput if train.py would refuse it."""
 
     def parsed() -> tuple[list[str], list[str], Config]:
         argv = files + [f"--{n}={v}" for n, v in flags.items()]
@@ -145,9 +144,9 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
     words = [] if variant is None else [variant]
     try:
         *_, config = parsed()
-        defaults, of_files = Config(), parse(Config, files, files=True)[0]
-        off = {n for n in flags if getattr(config, n) == getattr(defaults, n) != getattr(of_files, n)}
-        flags = {n: v for n, v in flags.items() if is_read(n, config) or n in off}
+        of_files = parse(Config, files, files=True)[0]
+        undo = {n for n in flags if getattr(config, n) == getattr(Config, n) != getattr(of_files, n)}
+        flags = {n: v for n, v in flags.items() if is_read(n, config) or n in undo}
         argv, anew, config = parsed()
         config.resolve().model_config()
     except (BadInput, ModelError) as e:
