@@ -505,8 +505,8 @@ def statistic(c: ModelConfig) -> Norm:
 
 
 def rope_tables(c: ModelConfig, device) -> torch.Tensor | None:
-    """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them, and on a CPU, as a
-    GPU rounds otherwise: [0] cos, [1] sin with the half-split rotation's sign. None for learned positions."""
+    """float32 rotary tables (2, block_size, 1, C), rounded as Hugging Face rounds them: [0] cos, [1] sin with
+    the half-split rotation's sign. A CPU makes them, as a GPU rounds otherwise. None: learned positions."""
     if c.positions != "rope":
         return None
     numbers = partial(torch.arange, device="meta" if str(device) == "meta" else "cpu", dtype=torch.float32)

@@ -21,7 +21,7 @@ TURN_MS = 200  # a turn lasts at least so long: its first step finds cold caches
 
 
 def captured(reset, step):
-    """The step as a CUDA graph: one launch, inputs and outputs at fixed addresses, which `step` keeps."""
+    """The step as a CUDA graph: one launch, inputs and outputs at fixed addresses."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # libraries allocate their workspaces on first use, which a capture may not
@@ -38,7 +38,7 @@ def captured(reset, step):
         graph.replay()
         return logits
 
-    replay.step = step  # whose inputs nobody else need hold
+    replay.step = step  # holds the inputs, of which the graph has the addresses alone
     return replay
 
 

@@ -25,7 +25,7 @@ from nanonorm.optimizer import Gradients
 from nanonorm.ranks import Ranks, local
 from nanonorm.shard import Sharded
 
-CPU, STEPS = torch.device("cpu"), 20
+DEVICE, STEPS = torch.device("cpu"), 20
 TOKENS = torch.randint(61, (3000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
 KNOBS = dict(
     max_iters=STEPS, warmup_iters=2, gate_start=6, gate_end=14, batch_size=2, block_size=16, n_layer=2,
@@ -101,13 +101,15 @@ def begun(case: str, ranks: Ranks, shard: bool, dtype=torch.float64, **more) -> 
             with torch.no_grad():
                 for p in module.parameters():
                     p.fill_(torch.nan)
-        Sharded(module, Block, CPU, dtype, ranks)
-    return train.Step(model, cfg, CPU, dtype, ranks, module.train())
+        Sharded(module, Block, DEVICE, dtype, ranks)
+    else:
+        module.to(DEVICE)
+    return train.Step(model, cfg, DEVICE, dtype, ranks, module.train())
 
 
 def batch_of(step: train.Step, k: int):
     indices = [step.ranks.index(micro) for micro in range(step.micro_steps)]
-    return train_batch(TOKENS, step.cfg, k, indices, CPU)
+    return train_batch(TOKENS, step.cfg, k, indices, DEVICE)
 
 
 def losses(step: train.Step) -> list[list[float]]:
@@ -178,7 +180,7 @@ def bytes_of(step: train.Step) -> dict:
 
 def main(path: str, *cases: str):
     ranks = Ranks()
-    ranks.start(CPU, "gloo", alone=True)
+    ranks.start(DEVICE, "gloo", alone=True)
     found = {}
     for case in cases:
         torch._dynamo.reset()

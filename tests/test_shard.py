@@ -121,7 +121,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("case", ["layernorm-internal-aux", "checkpointed", "teacher"])
 def test_a_sharded_step_asks_for_no_number(case):
     ranks = Ranks()
-    ranks.start(sharded.CPU, "gloo", alone=True)
+    ranks.start(sharded.DEVICE, "gloo", alone=True)
     step = sharded.begun(case, ranks, True)
     for k in (0, 7, 8, 15):
         step.at(k)
@@ -142,7 +142,7 @@ def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
     """Weights are gathered in bfloat16, but for centred ones, and stay in float32. One rank of a CPU."""
     found, ranks = {}, Ranks()
     for shard in (False, True):
-        ranks.start(sharded.CPU, "gloo", alone=shard)
+        ranks.start(sharded.DEVICE, "gloo", alone=shard)
         step = sharded.begun(case, ranks, shard, torch.bfloat16)
         found[shard] = torch.tensor(sharded.losses(step))
         averages = [t for kept in step.optimizer.state.values() for t in kept.values()]
@@ -310,7 +310,7 @@ def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
 
 def test_gradients_of_ranks_lie_in_the_buckets_that_are_sent():
     """So DDP holds them once."""
-    Ranks().start(sharded.CPU, "gloo", alone=True)
+    Ranks().start(sharded.DEVICE, "gloo", alone=True)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
     wrapped = data_parallel(model)
     wrapped(torch.ones(2, 3)).sum().backward()

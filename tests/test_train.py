@@ -307,18 +307,6 @@ def test_a_run_of_before_a_knob_was_added_has_its_default(reference, tmp_path):
     assert read_finished(run)[0]["settings"]["cuda_graph"] is False  # as report.py sees it
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_step_as_a_cuda_graph(corpus, tmp_path, compile):
-    """The same on a GPU, with a real one."""
-    knobs = dict(device="cuda", dtype="float32", compile=compile, max_iters=40, gate_end=30)
-    for name, graph in (("eager", False), ("graph", True)):
-        train(*flags(tmp_path / name, corpus, **knobs, cuda_graph=graph))
-    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "graph"), strict=True):
-        # float32 sums in another order, over 40 steps
-        assert a["train/ce"] == pytest.approx(b["train/ce"], rel=1e-3)
-
-
 @pytest.mark.slow
 def test_subnormal_numbers_are_zero_in_every_thread_of_a_step(corpus, tmp_path):
     (tmp_path / "looking.py").write_text(f"""
