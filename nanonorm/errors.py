@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def one_line_errors(*also: type[Exception]):
     except OSError as e:  # a name too long, a folder that may not be searched: what no caller foresaw
         what = "reading or writing failed" if e.filename is None else f"cannot use {e.filename}"
         leave(f"{what}: {e.strerror or e}; name another path")
+
+
+def exit_on_signals():
+    """From now on a signal to end raises SystemExit, so that what was begun is saved or put away first. One
+    that is ignored stays so, as SIGHUP under nohup."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def leave(message: str):

@@ -16,7 +16,6 @@ requirements-export.txt`.
 import contextlib
 import copy
 import shutil
-import signal
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from data.tokenizer import Tokenizer  # not found? pip install -e .
 from forms import export_files, from_file, proved, types_of
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
-from nanonorm.errors import BadInput, ModelError, one_line_errors
+from nanonorm.errors import BadInput, ModelError, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
 from nanonorm.knobs import off
 from nanonorm.run import open_model
@@ -188,10 +187,7 @@ def main():
     cfg, _, words = parse(Convert, sys.argv[1:], usage=__doc__)
     if len(words) != 1 or cfg.out is None:
         raise BadInput("name a model and a folder to make: python scripts/convert.py PATH --to=hf --out=DIR")
-    for name in ("SIGTERM", "SIGHUP"):  # leave nothing either
-        number = getattr(signal, name, None)  # Windows has no SIGHUP; nohup has it ignored
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_on_signals()  # and leave nothing either
     if cfg.private and cfg.push is None:
         raise BadInput("--private=True is of the repository that --push=USER/NAME makes; name it")
     if cfg.push is not None and cfg.to == "all":

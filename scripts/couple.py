@@ -40,7 +40,7 @@ from forms import config_of
 from model import RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergences
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
 from nanonorm.files import atomic_write, write_file
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
@@ -251,6 +251,7 @@ def main():
     if len(words) != 1 or cfg.out is None or cfg.data is None:
         example = "python scripts/couple.py PATH --data=tinystories --out=DIR"
         raise BadInput(f"name a network, a prepared corpus and a folder to make: {example}")
+    exit_on_signals()
     keep_freed_memory()
     device = pick_device(cfg.device)
     file, path = given_weights(words[0])

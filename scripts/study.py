@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanonorm.cli import parse  # not found? pip install -e .
-from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, atomic_write, json_object, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
@@ -109,6 +109,8 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     for name in given:
         if name not in values | inputs:
             raise BadInput(f"--{name} is not of this study, which has {', '.join([*inputs, *values])}")
+    if taken := [name for name in [*inputs, *values] if name in fixed]:
+        raise BadInput(f"the study names {{{taken[0]}}}, which is always there; rename its own")
     for name, remark in inputs.items():
         text = given.get(name) or values.pop(name, "").format_map(fixed)
         if not text:
@@ -314,7 +316,7 @@ def main() -> int:
         os.chdir(ROOT)
         Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
         Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
-        sweep.exit_on_signals()
+        exit_on_signals()
         record = Path(fixed["runs"], f"{names[0]}.study.json")
         return Study(steps_of(study, values, k), k, record).work()
 

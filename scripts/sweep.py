@@ -35,7 +35,7 @@ from tqdm import tqdm
 from config import Config, free_on_resume  # not found? pip install -e .
 from data import corpus_folder, prepare_if_missing
 from nanonorm.cli import parse
-from nanonorm.errors import BadInput, ModelError, one_line_errors
+from nanonorm.errors import BadInput, ModelError, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, hold_folder
 from nanonorm.knobs import is_read
 from nanonorm.log import tail
@@ -333,13 +333,6 @@ def run_grid(k: Sweep, runs: list[PlannedRun]) -> list[PlannedRun]:
     for run in bad:
         print(f"  not {run.name}")
     return bad
-
-
-def exit_on_signals():
-    """A signal to end raises SystemExit, so that the runs at work save and leave first."""
-    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
-    for signum in (signal.SIGINT, signal.SIGTERM, hang_up):
-        signal.signal(signum, lambda n, _: sys.exit(128 + n))
 
 
 def main() -> int:

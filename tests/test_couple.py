@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import signal
 from collections import Counter
 
 import pytest
@@ -135,7 +137,7 @@ def test_a_network_that_nothing_changes_is_coupled_throughout():
     assert chosen({(0, "layer"): 0.1101, (1, "layer"): 0.1}, Couple()) == (1, "layer")
 
 
-def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
+def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkeypatch):
     base, out = tmp_path / "run", tmp_path / "coupled"
     train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
     capsys.readouterr()
@@ -169,6 +171,11 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys):
         assert says in refused(capsys, f"--out={tmp_path / 'x'}", *words, program="scripts/couple.py")
         assert not (tmp_path / "x").exists()
     assert json.loads((base / "config.json").read_text())["norm"] == "rmsnorm"
+
+    monkeypatch.setattr("nanonorm.divergence.divergences", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = set(tmp_path.iterdir())
+    train(*argv, f"--out={tmp_path / 'x'}", program="scripts/couple.py", expect=128 + signal.SIGTERM)
+    assert set(tmp_path.iterdir()) == before, "a signal has left something"
 
 
 def test_the_original_is_run_once(corpus, tmp_path, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from running import ROOT, exit_status, said_by
 
 from config import Config
 from nanonorm.cli import parse
+from nanonorm.errors import BadInput
 from scripts import study, sweep
 
 NAMES = study.names_of_studies()
@@ -72,6 +73,13 @@ def test_every_grid_of_the_small_config_can_be_planned():
                 ends = run.settings["taper"] != "none" or run.settings["site_weight"] > 0
                 assert ends == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
     assert len(folders) == len(study.load("tinystories_small")["values"]["grid"])
+
+
+def test_a_name_that_is_always_there_is_not_a_studys_own():
+    fixed = {"out": "o", "runs": "r", "data": "d"}
+    for study_of in ({"values": {"data": "x"}}, {"inputs": {"out": "a folder"}}):
+        with pytest.raises(BadInput, match="is always there; rename its own"):
+            study.values_of(study_of, study.StudyKnobs(), {}, fixed)
 
 
 def test_what_a_study_asks_is_listed(command, capsys):
