@@ -245,8 +245,27 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     for flag, why in refused.items():
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *flags, flag)
-    with pytest.raises(BadInput, match="drawn alone"):
+    with pytest.raises(BadInput, match=r"one gaps\.csv at a time"):
         drawn(monkeypatch, csv_file, csv_file, *flags)
+
+
+def test_runs_are_added_to_those_of_a_gaps_csv(monkeypatch, tmp_path):
+    """The same table and file as of all runs at once, but for their order; none is counted twice."""
+    runs, (first, both, all_at_once) = grid("swiglu"), (tmp_path / name for name in "abc")
+    early, late = ([r for r in runs if (r.seed == 1) == of] for of in (True, False))
+    flags = ("--by=mlp,max_iters", "--against=learning_rate")
+    report(monkeypatch, first, early, *flags)
+    _, wanted = report(monkeypatch, all_at_once, runs, *flags)
+    monkeypatch.setattr(gaps, "collect", lambda paths: (late, {}))
+    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}")
+    said = (both / "gaps.md").read_text()
+    tables = [[line for line in text.splitlines() if line.startswith("| ")] for text in (said, wanted)]
+    assert tables[0] == tables[1] and len(tables[0]) == 2 + 3
+    assert f"Beside them 3 runs of {first}/gaps.csv, where" in said
+    lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, all_at_once)]
+    assert lines[0] == lines[1]
+    with pytest.raises(BadInput, match="has this setting with seed 2"):
+        drawn(monkeypatch, both / "gaps.csv", "out/x", *flags, f"--out={tmp_path / 'd'}")
 
 
 def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):

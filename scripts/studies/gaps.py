@@ -7,9 +7,11 @@ PATHs are run folders and folders of runs, as of the report `papers`. Runs with 
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
 interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. A gaps.csv in place
-of PATHs is drawn again, whether its runs are still there or not. Needs matplotlib.
+of PATHs is drawn again, whether its runs are still there or not; beside PATHs its runs are more of the same.
+Needs matplotlib.
 """
 
+import ast
 import csv
 import math
 from collections import defaultdict
@@ -103,16 +105,24 @@ def named_by(finished: list[FinishedRun], by: tuple[str, ...], against: str | No
 
 
 def compared(
-    finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None, to: str = "baseline"
+    finished: list[FinishedRun],
+    by: tuple[str, ...],
+    against: str | None = None,
+    to: str = "baseline",
+    earlier: list[Cell] = (),
 ) -> list[Cell]:
     """The settings with their gaps to the variant `to`; where it reads `against` too, pairs agree in that.
-    Groups in order of their values, the variant `to` first in each. Raises: BadInput."""
-    differ, found = named_by(finished, by, against), {}
+    Groups in order of their values, the variant `to` first in each. earlier: settings of other runs, to which
+    these are added. Raises: BadInput."""
+    differ, found = named_by(finished, by, against), {(c.group, c.what, c.at): c for c in earlier}
     for run in finished:
         own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
         at = run.settings[against] if against in run.point else None
         key = (tuple(run.settings[k] for k in by), " ".join([run.variant, *own]), at)
-        found.setdefault(key, Cell(*key)).runs.append(run)
+        runs = found.setdefault(key, Cell(*key)).runs
+        if earlier and run.seed in by_seed(runs):
+            raise BadInput(f"{run.folder}: a gaps.csv has this setting with seed {run.seed}")
+        runs.append(run)
     return paired(list(found.values()), to)
 
 
@@ -151,16 +161,24 @@ def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = Non
     return markdown(table, [*head, "95% interval"])
 
 
+def value_of(text: str):
+    """A knob's value of its text in a CSV file."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text or None
+
+
 def read_again(path: str, k: Knobs) -> list[Cell]:
     """The settings of a gaps.csv, as `compared` has those of runs. Raises: BadInput."""
     found = {}
     try:
         for row in csv.DictReader(Path(path).read_text().splitlines()):
             at = float(row[k.against]) if k.against and row[k.against] else None
-            key = (tuple(row[knob] or None for knob in k.by), row["what"], at)
+            key = (tuple(value_of(row[knob]) for knob in k.by), row["what"], at)
             cell, seed = found.setdefault(key, Cell(*key)), int(row["seed"])
-            settings, line = {"seed": seed}, {"val/loss": float(row["loss"])}
-            variant = cell.what.split()[0]
+            line = {"val/loss": float(row["loss"]), "s/mean": value_of(row["scale"])}
+            settings, variant = {"seed": seed}, cell.what.split()[0]
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
             cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
@@ -278,15 +296,18 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
     if k.band and len(k.band) != 2:
         raise BadInput(f"--band={','.join(map(str, k.band))}: it takes two numbers, as in --band=0.7,1.5")
-    again = paths[0].endswith(".csv")
-    if again and len(paths) > 1:
-        raise BadInput(f"{paths[0]} is drawn alone; leave {paths[1]} out")
+    files = [path for path in paths if path.endswith(".csv")]
+    again = len(files) == len(paths)
+    if len(files) > 1:
+        raise BadInput(f"one gaps.csv at a time; leave {files[1]} out")
+    earlier = read_again(files[0], k) if files else []
+    before = sum(len(cell.runs) for cell in earlier)
     if again:
-        found = read_again(paths[0], k)
+        found = earlier
     else:
-        finished, left_out = collect(paths)
+        finished, left_out = collect([path for path in paths if path not in files])
         refuse_nonsense(k, finished)
-        found = compared(finished, k.by, k.against, k.to)
+        found = compared(finished, k.by, k.against, k.to, earlier)
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
@@ -302,6 +323,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
         f"{len(finished)} runs; {versions}."
     )
+    text += [f"Beside them {before} runs of {path}, where it stands what they ran on." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append(DRAWN)
