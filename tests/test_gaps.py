@@ -266,6 +266,9 @@ def test_runs_are_added_to_those_of_a_gaps_csv(monkeypatch, tmp_path):
     assert lines[0] == lines[1]
     with pytest.raises(BadInput, match="has this setting with seed 2"):
         drawn(monkeypatch, both / "gaps.csv", "out/x", *flags, f"--out={tmp_path / 'd'}")
+    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, "--seeds=1,3", f"--out={both}")
+    lines = (both / "gaps.csv").read_text().splitlines()[1:]
+    assert len(lines) == 6 and {line.split(",")[1] for line in lines} == {"1", "3"}
 
 
 def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):

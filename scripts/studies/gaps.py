@@ -11,8 +11,6 @@ of PATHs is drawn again, whether its runs are still there or not; beside PATHs i
 Needs matplotlib.
 """
 
-import ast
-import csv
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.stats import interval, relative, spread
-from nanonorm.tables import markdown, write_csv
+from nanonorm.tables import markdown, read_csv, write_csv
 from scripts.studies.figures import OTHER, STYLE, Figures, shades
 from scripts.studies.runs import (
     PAPER_ROWS,
@@ -51,6 +49,7 @@ class Knobs:
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
+    seeds: tuple[int, ...] | None = None  # only their runs count; None: all
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
@@ -161,28 +160,22 @@ def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = Non
     return markdown(table, [*head, "95% interval"])
 
 
-def value_of(text: str):
-    """A knob's value of its text in a CSV file."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text or None
-
-
 def read_again(path: str, k: Knobs) -> list[Cell]:
     """The settings of a gaps.csv, as `compared` has those of runs. Raises: BadInput."""
     found = {}
     try:
-        for row in csv.DictReader(Path(path).read_text().splitlines()):
-            at = float(row[k.against]) if k.against and row[k.against] else None
-            key = (tuple(value_of(row[knob]) for knob in k.by), row["what"], at)
-            cell, seed = found.setdefault(key, Cell(*key)), int(row["seed"])
-            line = {"val/loss": float(row["loss"]), "s/mean": value_of(row["scale"])}
-            settings, variant = {"seed": seed}, cell.what.split()[0]
+        for row in read_csv(path):
+            key = (tuple(row[knob] for knob in k.by), row["what"], row[k.against] if k.against else None)
+            if k.seeds and row["seed"] not in k.seeds:
+                continue
+            cell, seed = found.setdefault(key, Cell(*key)), row["seed"]
+            line = {"val/loss": float(row["loss"]), "s/mean": row["scale"]}
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
-            cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
-    except (OSError, KeyError, ValueError) as e:
+            cell.runs.append(
+                FinishedRun(Path(row["folder"]), cell.what.split()[0], {"seed": seed}, {}, {}, [line])
+            )
+    except (OSError, KeyError, ValueError, TypeError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
     return paired(list(found.values()), k.to)
 
@@ -306,6 +299,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         found = earlier
     else:
         finished, left_out = collect([path for path in paths if path not in files])
+        finished = [run for run in finished if not k.seeds or run.seed in k.seeds]
         refuse_nonsense(k, finished)
         found = compared(finished, k.by, k.against, k.to, earlier)
     if not any(cell.gaps for cell in found):
