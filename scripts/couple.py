@@ -265,6 +265,7 @@ def main():
     corpus, train, val = open_corpus(data_folder, T)
     refuse_other_tokens(corpus, data_folder, file["meta"].get("corpus", {}), path)
     with whole_folder(Path(cfg.out).resolve()) as folder:
+        figures = Figures(folder)  # asks for matplotlib now, and not after minutes
         file["state"] = {name: t.to(device) for name, t in file["state"].items()}
         network = plain(file, path).to(device)
         apart = corpus.get("block_size", 1)
@@ -292,7 +293,7 @@ def main():
         for name, content in load_tokenizer(data_folder / corpus["tokenizer"]).files.items():
             with atomic_write(folder / name) as f:
                 f.write(content)
-        figures, settings = Figures(folder), " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
+        settings = " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
         shown = draw(figures, rms, own, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         with atomic_write(folder / "couple.json", "w") as f:

@@ -4,7 +4,7 @@
     python scripts/speed/where.py --norm=rmsnorm,layernorm,coupled,cbwc  # a column for each norm
 
 Self time of each operator from torch.profiler, one step after three to warm up, the median over --iters
-profiles; contestants take turns. The kinds are told from the operators' names, so a product inside the
+profiles; contestants take turns. The kinds are read off the operators' names, so a product inside the
 chunked loss counts as a product, and norms, RoPE, SwiGLU and residuals, which share operators, are one kind.
 """
 
