@@ -13,6 +13,7 @@ Needs matplotlib.
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -108,7 +109,7 @@ def compared(
     by: tuple[str, ...],
     against: str | None = None,
     to: str = "baseline",
-    earlier: list[Cell] = (),
+    earlier: Sequence[Cell] = (),
 ) -> list[Cell]:
     """The settings with their gaps to the variant `to`; where it reads `against` too, pairs agree in that.
     Groups in order of their values, the variant `to` first in each. earlier: settings of other runs, to which
