@@ -3,7 +3,7 @@
 #   python train.py config/norm_free.py --init_from=PATH --teacher=PATH --sink_token=ID
 # The study norm_free is this on SmolLM2-135M and two cores, on stories, books, WikiText-2 and Python, without
 # ends of texts (data/windows.py --sink=True). With --taper_from_layer=0 --max_iters=1200 --gate_end=320 the
-# gate arrives, but what is left is finite with the ceiling alone.
+# gate arrives, but what is left is finite only under the ceiling.
 
 dataset = "norm_free"
 init_from = "HuggingFaceTB/SmolLM2-135M-Instruct"
