@@ -45,11 +45,11 @@ def one_line_errors(*also: type[Exception]):
 
 
 def exit_on_signals():
-    """From now on a signal to end raises SystemExit, so that what was begun is saved or put away first. One
-    that is ignored stays so, as SIGHUP under nohup."""
+    """From now on a signal to end raises SystemExit, so that what was begun is saved or put away first. Under
+    nohup SIGHUP is ignored, and stays so."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        if number is not None and (name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN):
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 

@@ -32,6 +32,24 @@ def pyplot():
     return matplotlib.pyplot
 
 
+def smooth(values, width: int):
+    """Running median over `width` log lines, an odd number, fewer at the ends. (n, T) -> (n, T)."""
+    reach = width // 2
+    rows = [values[:, max(0, at - reach) : at + reach + 1] for at in range(values.shape[-1])]
+    return np.stack([np.median(row, -1) for row in rows], -1) if rows else values
+
+
+def shades(colours: list[str]) -> list[str]:
+    """The colours, where one comes again as a mix of it with white; of a light one, with black."""
+    found = []
+    for i, colour in enumerate(colours):
+        rgb = np.array(list(bytes.fromhex(colour[1:])))
+        mixed = 0.7 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
+        other = 255 if rgb @ (0.3, 0.59, 0.11) < 140 else 0
+        found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
+    return found
+
+
 def looks(names: list[str], floor: str) -> dict[str, dict]:
     """A colour for each variant, grey for the floor; from the sixth on they come again, hatched or dashed."""
     found = {name: {"color": COLOURS[i % 5], "again": i // 5} for i, name in enumerate(names)}

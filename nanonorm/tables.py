@@ -1,6 +1,5 @@
 """What reports are written as: markdown and CSV files in one folder."""
 
-import ast
 import csv
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,17 +35,3 @@ def write_csv(path: Path, head: list[str], rows: Iterable):
         writer.writerow(head)
         for row in rows:
             writer.writerow([None if value != value else value for value in row])
-
-
-def read_csv(path: str | Path) -> list[dict]:
-    """The rows of a file of write_csv, {column: value}: numbers are numbers again, empty cells None. Raises:
-    OSError."""
-
-    def value_of(text: str):
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text or None
-
-    with open(path, newline="") as f:
-        return [{name: value_of(text) for name, text in row.items()} for row in csv.DictReader(f)]

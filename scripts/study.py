@@ -41,7 +41,7 @@ import sys
 import tempfile
 import tomllib
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from nanonorm.cli import parse  # not found? pip install -e .
@@ -109,8 +109,9 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     for name in given:
         if name not in values | inputs:
             raise BadInput(f"--{name} is not of this study, which has {', '.join([*inputs, *values])}")
-    if taken := [name for name in [*inputs, *values] if name in fixed]:
-        raise BadInput(f"the study names {{{taken[0]}}}, which is always there; rename its own")
+    always = {*fixed, "text", *(f.name for f in fields(k))}
+    if taken := [name for name in [*inputs, *values] if name in always]:
+        raise BadInput(f"the study has a name {taken[0]} of its own, which is always there; rename it")
     for name, remark in inputs.items():
         text = given.get(name) or values.pop(name, "").format_map(fixed)
         if not text:

@@ -19,6 +19,7 @@ from running import ROOT, refused, train
 from data.tokenizer import load_tokenizer
 from forms import fold, from_file, unfuse
 from model import ModelConfig, Transformer
+from nanonorm.errors import exit_on_signals
 from nanonorm.files import write_file, writing
 from nanonorm.run import open_model
 from scripts import convert as command
@@ -672,6 +673,24 @@ def test_a_signal_leaves_nothing(number, status, saved, tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGHUP, handler)
     assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_nohup_is_respected(before):
+    """A hang-up that is ignored stays so; another ends the command, and so does Ctrl-C, ignored or not."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, before)
+        exit_on_signals()
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == (before is signal.SIG_IGN)
+        for number in handlers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                with pytest.raises(SystemExit, match=str(128 + number)):
+                    os.kill(os.getpid(), number)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,11 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkey
     assert json.loads((base / "config.json").read_text())["norm"] == "rmsnorm"
 
     monkeypatch.setattr("nanonorm.divergence.divergences", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    before = set(tmp_path.iterdir())
-    train(*argv, f"--out={tmp_path / 'x'}", program="scripts/couple.py", expect=128 + signal.SIGTERM)
+    before, handler = set(tmp_path.iterdir()), signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        train(*argv, f"--out={tmp_path / 'x'}", program="scripts/couple.py", expect=128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert set(tmp_path.iterdir()) == before, "a signal has left something"
 
 

@@ -245,30 +245,53 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     for flag, why in refused.items():
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *flags, flag)
-    with pytest.raises(BadInput, match=r"one gaps\.csv at a time"):
-        drawn(monkeypatch, csv_file, csv_file, *flags)
+    for words, why in (([csv_file], r"one gaps\.csv at a time"), (["--seeds=1"], "--seeds is for runs")):
+        with pytest.raises(BadInput, match=why):
+            drawn(monkeypatch, csv_file, *words, *flags)
+    csv_file.write_text(csv_file.read_text().replace("0.0003", "low"))
+    with pytest.raises(BadInput, match=r"cannot read .*'low'"):
+        drawn(monkeypatch, csv_file, *flags)
 
 
-def test_runs_are_added_to_those_of_a_gaps_csv(monkeypatch, tmp_path):
-    """The same table and file as of all runs at once, but for their order; none is counted twice."""
-    runs, (first, both, all_at_once) = grid("swiglu"), (tmp_path / name for name in "abc")
-    early, late = ([r for r in runs if (r.seed == 1) == of] for of in (True, False))
-    flags = ("--by=mlp,max_iters", "--against=learning_rate")
-    report(monkeypatch, first, early, *flags)
-    _, wanted = report(monkeypatch, all_at_once, runs, *flags)
-    monkeypatch.setattr(gaps, "collect", lambda paths: (late, {}))
-    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}")
-    said = (both / "gaps.md").read_text()
-    tables = [[line for line in text.splitlines() if line.startswith("| ")] for text in (said, wanted)]
-    assert tables[0] == tables[1] and len(tables[0]) == 2 + 3
-    assert f"Beside them 3 runs of {first}/gaps.csv, where" in said
-    lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, all_at_once)]
+def rates(*values: float) -> list[FinishedRun]:
+    """Baselines and LayerNorm, three seeds at each of some learning rates; a gap is 100 times the rate."""
+    runs = []
+    for rate, seed in product(values, (1, 2, 3)):
+        runs.append(run("rmsnorm", seed, 3.0 + seed, learning_rate=rate))
+        runs.append(run("layernorm", seed, (3.0 + seed) * (1 + rate), learning_rate=rate))
+    return runs
+
+
+def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
+    """Beside runs: one table of both, as of all at once. A pair is of one side, and no setting of both."""
+    first, both, whole = (tmp_path / name for name in ("first", "both", "whole"))
+    flags = ("--by=max_iters", "--against=learning_rate")
+    report(monkeypatch, first, rates(1e-3, 3e-3), *flags)
+    _, wanted = report(monkeypatch, whole, rates(1e-3, 3e-3, 1e-2), *flags)
+
+    def add(runs, *more):
+        monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {}))
+        drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}", *more)
+        said = (both / "gaps.md").read_text()
+        return [line for line in said.splitlines() if line.startswith("| ")], said
+
+    table, said = add(rates(1e-2))
+    assert table == [line for line in wanted.splitlines() if line.startswith("| ")] and len(table) == 2 + 6
+    assert f"And 12 runs of {first}/gaps.csv: the page beside it" in said
+    lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, whole)]
     assert lines[0] == lines[1]
-    with pytest.raises(BadInput, match="has this setting with seed 2"):
-        drawn(monkeypatch, both / "gaps.csv", "out/x", *flags, f"--out={tmp_path / 'd'}")
-    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, "--seeds=1,3", f"--out={both}")
-    lines = (both / "gaps.csv").read_text().splitlines()[1:]
-    assert len(lines) == 6 and {line.split(",")[1] for line in lines} == {"1", "3"}
+    table, _ = add(rates(1e-2), "--seeds=2,3")
+    assert len(table) == 2 + 6 and all(line.split("|")[4].strip() == "2" for line in table[2:])
+    tapers = [run("rmsnorm", 1, 5.0, learning_rate=1e-2), run("cbwc", 1, 6.0, learning_rate=3e-3)]
+    _, said = add(tapers)
+    assert "| cbwc | 0.003 | 1 | 6.0000 | 12.00 | 0 | - |" in said
+    for runs, more, why in (
+        (rates(1e-3, 1e-2), [], "both have baseline; leave one out"),
+        (rates(1e-2), ["--seeds=1,7"], "--seeds=7: no run has it"),
+        (rates(1e-2), [f"--out={first}"], "would write over"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            add(runs, *more)
 
 
 def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):

@@ -20,9 +20,10 @@ from config import Config
 from data.tokenizer import load_tokenizer
 from forms import export_files
 from nanonorm.files import FORMAT
+from nanonorm.plots import smooth
 from scripts import report
 from scripts.studies import picture, residual
-from scripts.studies.figures import Figures, Panel, smooth
+from scripts.studies.figures import Figures, Panel
 from scripts.studies.runs import PAPER_ROWS, Unusable, load
 from tests.conftest import tiny
 from tests.running import refused

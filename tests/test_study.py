@@ -78,8 +78,8 @@ def test_every_grid_of_the_small_config_can_be_planned():
 
 def test_a_name_that_is_always_there_is_not_a_studys_own():
     fixed = {"out": "o", "runs": "r", "data": "d"}
-    for study_of in ({"values": {"data": "x"}}, {"inputs": {"out": "a folder"}}):
-        with pytest.raises(BadInput, match="is always there; rename its own"):
+    for study_of in ({"values": {"data": "x"}}, {"inputs": {"text": "a folder"}}, {"values": {"jobs": "2"}}):
+        with pytest.raises(BadInput, match="of its own, which is always there"):
             study.values_of(study_of, study.StudyKnobs(), {}, fixed)
 
 

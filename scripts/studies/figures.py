@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanonorm.files import atomic_write
-from nanonorm.plots import pyplot
+from nanonorm.plots import pyplot, smooth
 from nanonorm.stats import interval
 from nanonorm.tables import report_folder, write_csv, write_markdown
 from scripts.studies.runs import FinishedRun
@@ -53,24 +53,6 @@ def curve(
     steps = sorted(set.intersection(*map(set, found + below))) if found else []
     values = [[s[k] - b[k] for k in steps] for s, b in zip(found, below, strict=True)]
     return np.array(steps), np.array(values).reshape(len(found), len(steps))
-
-
-def smooth(values, width: int):
-    """Running median over `width` log lines, an odd number, fewer at the ends. (n, T) -> (n, T)."""
-    reach = width // 2
-    rows = [values[:, max(0, at - reach) : at + reach + 1] for at in range(values.shape[-1])]
-    return np.stack([np.median(row, -1) for row in rows], -1) if rows else values
-
-
-def shades(colours: list[str]) -> list[str]:
-    """The colours, where one comes again as a mix of it with white; of a light one, with black."""
-    found = []
-    for i, colour in enumerate(colours):
-        rgb = np.array(list(bytes.fromhex(colour[1:])))
-        mixed = 0.7 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
-        other = 255 if rgb @ (0.3, 0.59, 0.11) < 140 else 0
-        found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
-    return found
 
 
 def rows_needed(cells: int, columns: int) -> int:

@@ -7,13 +7,13 @@ PATHs are run folders and folders of runs, as of the report `papers`. Runs with 
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
 interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. A gaps.csv in place
-of PATHs is drawn again, whether its runs are still there or not; beside PATHs its runs are more of the same.
-Needs matplotlib.
+of PATHs is drawn again, whether its runs are still there or not; beside PATHs it brings settings of its own,
+paired among themselves. Needs matplotlib.
 """
 
+import csv
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,11 @@ from pathlib import Path
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
+from nanonorm.plots import shades
 from nanonorm.stats import interval, relative, spread
-from nanonorm.tables import markdown, read_csv, write_csv
-from scripts.studies.figures import OTHER, STYLE, Figures, shades
+from nanonorm.tables import markdown, write_csv
+from nanonorm.typed import check_text, hints
+from scripts.studies.figures import OTHER, STYLE, Figures
 from scripts.studies.runs import (
     PAPER_ROWS,
     FinishedRun,
@@ -50,7 +52,7 @@ class Knobs:
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
-    seeds: tuple[int, ...] | None = None  # only their runs count; None: all
+    seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
@@ -105,24 +107,16 @@ def named_by(finished: list[FinishedRun], by: tuple[str, ...], against: str | No
 
 
 def compared(
-    finished: list[FinishedRun],
-    by: tuple[str, ...],
-    against: str | None = None,
-    to: str = "baseline",
-    earlier: Sequence[Cell] = (),
+    finished: list[FinishedRun], by: tuple[str, ...], against: str | None = None, to: str = "baseline"
 ) -> list[Cell]:
     """The settings with their gaps to the variant `to`; where it reads `against` too, pairs agree in that.
-    Groups in order of their values, the variant `to` first in each. earlier: settings of other runs, to which
-    these are added. Raises: BadInput."""
-    differ, found = named_by(finished, by, against), {(c.group, c.what, c.at): c for c in earlier}
+    Groups in order of their values, the variant `to` first in each. Raises: BadInput."""
+    differ, found = named_by(finished, by, against), {}
     for run in finished:
         own = [f"{knob}={run.settings[knob]}" for knob in differ if run.point.get(knob) is not None]
         at = run.settings[against] if against in run.point else None
         key = (tuple(run.settings[k] for k in by), " ".join([run.variant, *own]), at)
-        runs = found.setdefault(key, Cell(*key)).runs
-        if earlier and run.seed in by_seed(runs):
-            raise BadInput(f"{run.folder}: a gaps.csv has this setting with seed {run.seed}")
-        runs.append(run)
+        found.setdefault(key, Cell(*key)).runs.append(run)
     return paired(list(found.values()), to)
 
 
@@ -165,20 +159,32 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
     """The settings of a gaps.csv, as `compared` has those of runs. Raises: BadInput."""
     found = {}
     try:
-        for row in read_csv(path):
-            key = (tuple(row[knob] for knob in k.by), row["what"], row[k.against] if k.against else None)
-            if k.seeds and row["seed"] not in k.seeds:
+        for row in csv.DictReader(Path(path).read_text().splitlines()):
+            seed, scale = int(row["seed"]), float(row["scale"]) if row["scale"] else None
+            if k.seeds and seed not in k.seeds:
                 continue
-            cell, seed = found.setdefault(key, Cell(*key)), row["seed"]
-            line = {"val/loss": float(row["loss"]), "s/mean": row["scale"]}
+            at = float(row[k.against]) if k.against and row[k.against] else None
+            group = (check_text(hints(Config)[n], v) if (v := row[n]) else None for n in k.by)
+            key = (tuple(group), row["what"], at)
+            cell, variant = found.setdefault(key, Cell(*key)), row["what"].split()[0]
+            settings, line = {"seed": seed}, {"val/loss": float(row["loss"]), "s/mean": scale}
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
-            cell.runs.append(
-                FinishedRun(Path(row["folder"]), cell.what.split()[0], {"seed": seed}, {}, {}, [line])
-            )
-    except (OSError, KeyError, ValueError, TypeError) as e:
+            cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
+    except (OSError, KeyError, ValueError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
     return paired(list(found.values()), k.to)
+
+
+def joined(earlier: list[Cell], later: list[Cell], path: str) -> list[Cell]:
+    """Settings of a gaps.csv, and others of runs, each with the gaps that it has. Raises: BadInput for one in
+    both, since a file does not say that all else is the same."""
+    there = {(cell.group, cell.what, cell.at) for cell in earlier}
+    for cell in later:
+        if (cell.group, cell.what, cell.at) in there:
+            where = f"{cell.runs[0].folder} and {path}"
+            raise BadInput(f"{where} both have {cell.what}; leave one out, or name what differs in --by")
+    return sorted([*earlier, *later], key=Cell.place)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -294,15 +300,20 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     again = len(files) == len(paths)
     if len(files) > 1:
         raise BadInput(f"one gaps.csv at a time; leave {files[1]} out")
-    earlier = read_again(files[0], k) if files else []
-    before = sum(len(cell.runs) for cell in earlier)
-    if again:
-        found = earlier
-    else:
+    if again and k.seeds:
+        raise BadInput("--seeds is for runs: the table beside a gaps.csv has all of its seeds")
+    if files and not again and Path(files[0]).resolve().parent == Path(k.out).resolve():
+        raise BadInput(f"--out={k.out} would write over {files[0]}; name another")
+    found = read_again(files[0], k) if files else []
+    if not again:
         finished, left_out = collect([path for path in paths if path not in files])
         finished = [run for run in finished if not k.seeds or run.seed in k.seeds]
         refuse_nonsense(k, finished)
-        found = compared(finished, k.by, k.against, k.to, earlier)
+        before = sum(len(cell.runs) for cell in found)
+        found = joined(found, compared(finished, k.by, k.against, k.to), "".join(files))
+    there = {seed for cell in found for seed in by_seed(cell.runs)}
+    if lost := [seed for seed in k.seeds or () if seed not in there]:
+        raise BadInput(f"--seeds={lost[0]}: no run has it")
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
@@ -318,7 +329,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
         f"{len(finished)} runs; {versions}."
     )
-    text += [f"Beside them {before} runs of {path}, where it stands what they ran on." for path in files]
+    text += [f"And {before} runs of {path}: the page beside it says what they ran on." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append(DRAWN)

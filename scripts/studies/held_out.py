@@ -59,9 +59,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     text += ["Cross-entropy above the teacher's", table(others, "gap", "+")]
     text += ["KL to the teacher", table(others, "kl")]
     if any("not_finite" in row for row in others):
-        text += [
-            "Windows in which a loss is not finite, left out above",
-            table(others, "not_finite", digits=1),
-        ]
+        head = "Windows in which a loss is not finite, left out above"
+        text += [head, table(others, "not_finite", digits=1)]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

@@ -14,8 +14,7 @@ import numpy as np
 
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
-from nanonorm.plots import pyplot
-from scripts.studies.figures import smooth
+from nanonorm.plots import pyplot, smooth
 from scripts.studies.runs import FinishedRun, load, read_json
 
 # variant -> (colour, what it is)
