@@ -248,9 +248,11 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     for words, why in (([csv_file], r"one gaps\.csv at a time"), (["--seeds=1"], "--seeds is for runs")):
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *words, *flags)
-    csv_file.write_text(csv_file.read_text().replace("0.0003", "low"))
-    with pytest.raises(BadInput, match=r"cannot read .*'low'"):
-        drawn(monkeypatch, csv_file, *flags)
+    whole = csv_file.read_text()
+    for broken, why in ((whole.replace("0.0003", "low"), "'low'"), (whole.rstrip().rsplit(",", 6)[0], "TypeError")):
+        csv_file.write_text(broken)
+        with pytest.raises(BadInput, match=rf"cannot read .*{why}"):
+            drawn(monkeypatch, csv_file, *flags)
 
 
 def rates(*values: float) -> list[FinishedRun]:
@@ -277,7 +279,7 @@ def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
 
     table, said = add(rates(1e-2))
     assert table == [line for line in wanted.splitlines() if line.startswith("| ")] and len(table) == 2 + 6
-    assert f"And 12 runs of {first}/gaps.csv: the page beside it" in said
+    assert f"And 12 runs of {first}/gaps.csv, whose own page" in said
     lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, whole)]
     assert lines[0] == lines[1]
     table, _ = add(rates(1e-2), "--seeds=2,3")
@@ -287,7 +289,8 @@ def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
     assert "| cbwc | 0.003 | 1 | 6.0000 | 12.00 | 0 | - |" in said
     for runs, more, why in (
         (rates(1e-3, 1e-2), [], "both have baseline; leave one out"),
-        (rates(1e-2), ["--seeds=1,7"], "--seeds=7: no run has it"),
+        (rates(1e-2), ["--seeds=1,7"], "--seeds=7: baseline has no run of it"),
+        (rates(1e-2)[:2], ["--seeds=1,2"], "--seeds=2: baseline has no run of it"),
         (rates(1e-2), [f"--out={first}"], "would write over"),
     ):
         with pytest.raises(BadInput, match=why):

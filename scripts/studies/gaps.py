@@ -171,7 +171,7 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
             cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
-    except (OSError, KeyError, ValueError) as e:
+    except (OSError, KeyError, ValueError, TypeError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
     return paired(list(found.values()), k.to)
 
@@ -311,9 +311,9 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         refuse_nonsense(k, finished)
         before = sum(len(cell.runs) for cell in found)
         found = joined(found, compared(finished, k.by, k.against, k.to), "".join(files))
-    there = {seed for cell in found for seed in by_seed(cell.runs)}
-    if lost := [seed for seed in k.seeds or () if seed not in there]:
-        raise BadInput(f"--seeds={lost[0]}: no run has it")
+    lost = [(seed, cell.what) for cell in found for seed in k.seeds or () if seed not in by_seed(cell.runs)]
+    if lost:
+        raise BadInput("--seeds={}: {} has no run of it".format(*lost[0]))
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
@@ -329,7 +329,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
         f"{len(finished)} runs; {versions}."
     )
-    text += [f"And {before} runs of {path}: the page beside it says what they ran on." for path in files]
+    text += [f"And {before} runs of {path}, whose own page says how they were made." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append(DRAWN)
