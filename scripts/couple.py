@@ -41,7 +41,7 @@ from model import RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergences
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.files import atomic_write, write_file
+from nanonorm.files import atomic_write, phase_and_gates, write_file
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown
@@ -258,6 +258,8 @@ def main():
     base = config_of(file, path)
     if base.norm != "rmsnorm":
         raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
+    if base.taper != "none" and (base.form != "trained" or phase_and_gates(file, path)[0] != "norm"):
+        raise BadInput(f"{path} has begun to taper; CoupledNorm takes the place of norms that are whole")
     if cfg.keep != "auto" and cfg.keep >= base.n_layer:
         raise BadInput(f"keep={cfg.keep} leaves none of the {base.n_layer} blocks of {path} to couple")
     T = min(cfg.window, base.longest_text)

@@ -161,12 +161,17 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkey
     train(out, "--prompt=import ", "--max_new_tokens=5", program="sample.py")
 
     torch.save(tiny("layernorm", vocab_size=400).to_file({}), tmp_path / "layernorm.pt")
+    tapered = tiny("rmsnorm-internal", vocab_size=400)
+    for form, model in (("scale", tapered), ("folded", fold(tapered))):
+        torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / f"{form}.pt")
     for words, says in (
         ([*argv, f"--out={out}"], "is not an empty folder"),
         ([*argv, "--keep=3"], "keep=3"),
         ([base], "name a network, a prepared corpus"),
         ([out, *argv[1:]], "has norm=coupled"),
         ([tmp_path / "layernorm.pt", *argv[1:]], "has norm=layernorm"),
+        ([tmp_path / "scale.pt", *argv[1:]], "has begun to taper"),
+        ([tmp_path / "folded.pt", *argv[1:]], "has begun to taper"),
     ):
         assert says in refused(capsys, f"--out={tmp_path / 'x'}", *words, program="scripts/couple.py")
         assert not (tmp_path / "x").exists()

@@ -249,7 +249,10 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *words, *flags)
     whole = csv_file.read_text()
-    for broken, why in ((whole.replace("0.0003", "low"), "'low'"), (whole.rstrip().rsplit(",", 6)[0], "TypeError")):
+    for broken, why in (
+        (whole.replace("0.0003", "low"), "'low'"),
+        (whole.rstrip().rsplit(",", 6)[0], "TypeError"),
+    ):
         csv_file.write_text(broken)
         with pytest.raises(BadInput, match=rf"cannot read .*{why}"):
             drawn(monkeypatch, csv_file, *flags)
