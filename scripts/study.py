@@ -109,7 +109,7 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     for name in given:
         if name not in values | inputs:
             raise BadInput(f"--{name} is not of this study, which has {', '.join([*inputs, *values])}")
-    always = {*fixed, "text", *(f.name for f in fields(k))}
+    always = {*fixed, "text", *(f.name for f in fields(k))}  # {text} is there with --try
     if taken := [name for name in [*inputs, *values] if name in always]:
         raise BadInput(f"the study has a name {taken[0]} of its own, which is always there; rename it")
     for name, remark in inputs.items():

@@ -157,15 +157,15 @@ def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = Non
 
 def read_again(path: str, k: Knobs) -> list[Cell]:
     """The settings of a gaps.csv, as `compared` has those of runs. Raises: BadInput."""
-    found = {}
+    found, kinds = {}, hints(Config)
     try:
         for row in csv.DictReader(Path(path).read_text().splitlines()):
             seed, scale = int(row["seed"]), float(row["scale"]) if row["scale"] else None
             if k.seeds and seed not in k.seeds:
                 continue
             at = float(row[k.against]) if k.against and row[k.against] else None
-            group = (check_text(hints(Config)[n], v) if (v := row[n]) else None for n in k.by)
-            key = (tuple(group), row["what"], at)
+            group = tuple(check_text(kinds[n], row[n]) if row[n] else None for n in k.by)
+            key = (group, row["what"], at)
             cell, variant = found.setdefault(key, Cell(*key)), row["what"].split()[0]
             settings, line = {"seed": seed}, {"val/loss": float(row["loss"]), "s/mean": scale}
             if seed in by_seed(cell.runs):
@@ -309,11 +309,11 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         finished, left_out = collect([path for path in paths if path not in files])
         finished = [run for run in finished if not k.seeds or run.seed in k.seeds]
         refuse_nonsense(k, finished)
-        before = sum(len(cell.runs) for cell in found)
-        found = joined(found, compared(finished, k.by, k.against, k.to), "".join(files))
-    lost = [(seed, cell.what) for cell in found for seed in k.seeds or () if seed not in by_seed(cell.runs)]
-    if lost:
-        raise BadInput("--seeds={}: {} has no run of it".format(*lost[0]))
+        later, before = compared(finished, k.by, k.against, k.to), sum(len(cell.runs) for cell in found)
+        found = joined(found, later, files[0]) if files else later
+    for cell in found:
+        if lost := set(k.seeds or ()) - by_seed(cell.runs).keys():
+            raise BadInput(f"--seeds={min(lost)}: {cell.what} has no run of it")
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
