@@ -33,6 +33,12 @@ SOMETIMES = (
 )  # that not every line has
 
 
+OF_ALL = (
+    "train/loss", "train/ce", "train/aux", "train/kl", "train/site", "val/loss", "val/bpb", "val/loss_gated",
+    "gate", "lr", "grad/total", "logits/l2", "s/mean", "s/target",
+)  # metrics of the whole network, not of a part of it  # fmt: skip
+
+
 class BadLog(BadInput):
     """A log that is damaged or of another version."""
 
@@ -101,6 +107,17 @@ def log_interval(header: dict, step: int) -> int:
 def logged_steps(header: dict, end: int) -> list[int]:
     """The steps after which a run of `end` steps logs its loss."""
     return [step for step in range(1, end + 1) if step == end or step % log_interval(header, step) == 0]
+
+
+def thinned(lines: list[dict], most: int) -> list[dict]:
+    """About `most` lines of a log, evenly, and each that has a validation loss; of them the metrics of the
+    whole network, to six digits."""
+    stride, kept = -(-len(lines) // most), []
+    for i, line in enumerate(lines, 1):
+        if i % stride == 0 or "val/loss" in line:
+            found = {name: line[name] for name in OF_ALL if line.get(name) is not None}
+            kept.append({"iter": line["iter"], **{name: float(f"{v:.6g}") for name, v in found.items()}})
+    return kept
 
 
 def entries(content: bytes) -> list[dict | str]:

@@ -1,6 +1,7 @@
 """The table of gaps with their intervals, and its figure, on known numbers."""
 
 import csv
+import json
 import math
 from dataclasses import asdict
 from itertools import product
@@ -245,7 +246,11 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     for flag, why in refused.items():
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *flags, flag)
-    for words, why in (([csv_file], r"one gaps\.csv at a time"), (["--seeds=1"], "--seeds is for runs")):
+    for words, why in (
+        ([csv_file], r"one gaps\.csv at a time"),
+        (["--seeds=1"], "--seeds is for runs"),
+        (["--logs=9"], "--logs is for runs"),
+    ):
         with pytest.raises(BadInput, match=why):
             drawn(monkeypatch, csv_file, *words, *flags)
     whole = csv_file.read_text()
@@ -256,6 +261,30 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
         csv_file.write_text(broken)
         with pytest.raises(BadInput, match=rf"cannot read .*{why}"):
             drawn(monkeypatch, csv_file, *flags)
+
+
+def test_logs_are_kept_beside_the_table(monkeypatch, tmp_path):
+    """What the later runs share with the first is not said again; a validation loss is never thinned away."""
+    runs = grid("swiglu")
+    for made in runs:
+        ends = made.lines
+        made.lines = [{"iter": i, "train/loss": 1 / 3, "taper/c.0.attn": 1.0} for i in range(1, 101)]
+        made.lines[-1] |= ends[1] | {"iter": 100}
+        made.lines[40] |= ends[0] | {"iter": 41}
+    report(monkeypatch, tmp_path, runs, "--by=mlp", "--logs=4")
+    lines = [json.loads(line) for line in (tmp_path / "logs.jsonl").read_text().splitlines()]
+    heads = [line for line in lines if "settings" in line]
+    assert [head["run"] for head in heads] == [str(made.folder) for made in runs]
+    first, second = heads[:2]
+    assert first["settings"] == runs[0].settings and first["versions"]["commit"] == "c0ffee"
+    assert first["settings"] | second["settings"] == runs[1].settings
+    assert set(second["settings"]) == {k for k, v in runs[1].settings.items() if v != runs[0].settings[k]}
+    steps = [line for line in lines if line["run"] == first["run"] and "iter" in line]
+    assert [line["iter"] for line in steps] == [25, 41, 50, 75, 100]
+    assert steps[0] == {"run": first["run"], "iter": 25, "train/loss": 0.333333}
+    assert steps[-1]["val/loss"] == runs[0].loss
+    report(monkeypatch, tmp_path / "without", runs, "--by=mlp")
+    assert not (tmp_path / "without/logs.jsonl").exists()
 
 
 def rates(*values: float) -> list[FinishedRun]:

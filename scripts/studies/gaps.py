@@ -6,12 +6,13 @@
 PATHs are run folders and folders of runs, as of the report `papers`. Runs with the same values of the --by
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
-interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png. A gaps.csv in place
-of PATHs is drawn again, whether its runs are still there or not; beside PATHs it brings settings of its own,
-paired among themselves. Needs matplotlib.
+interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png, and with --logs=N
+logs.jsonl, N lines of each run's log. A gaps.csv in place of PATHs is drawn again, whether its runs are still
+there or not; beside PATHs it brings settings of its own, paired among themselves. Needs matplotlib.
 """
 
 import csv
+import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,13 @@ from pathlib import Path
 
 from config import Config
 from nanonorm.errors import BadInput
+from nanonorm.files import atomic_write
 from nanonorm.knobs import is_read
+from nanonorm.log import thinned
 from nanonorm.plots import shades
 from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import check_text, hints
+from nanonorm.typed import Count, check_text, hints
 from scripts.studies.figures import OTHER, STYLE, Figures
 from scripts.studies.runs import (
     PAPER_ROWS,
@@ -53,6 +56,7 @@ class Knobs:
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
+    logs: Count | None = None  # lines to keep of each run's log, in logs.jsonl; None: no such file
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
@@ -291,6 +295,17 @@ def refuse_nonsense(k: Knobs, finished: list[FinishedRun]):
         raise BadInput(f"--to={k.to}: no run is that; there are {', '.join(there)}")
 
 
+def write_logs(path: Path, runs: list[FinishedRun], most: int):
+    """Of each run the settings, of later ones where they differ from the first's, and its log, thinned."""
+    with atomic_write(path, "w") as f:
+        for run in runs:
+            there = {} if run is runs[0] else runs[0].settings
+            settings = {name: v for name, v in run.settings.items() if name not in there or v != there[name]}
+            head = {"settings": settings, "versions": run.head["versions"]}
+            for line in (head, *thinned(run.lines, most)):
+                f.write(json.dumps({"run": str(run.folder)} | line) + "\n")
+
+
 def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
@@ -300,8 +315,9 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     again = len(files) == len(paths)
     if len(files) > 1:
         raise BadInput(f"one gaps.csv at a time; leave {files[1]} out")
-    if again and k.seeds:
-        raise BadInput("--seeds is for runs: the table beside a gaps.csv has all of its seeds")
+    if again and (k.seeds or k.logs):
+        flag, why = ("seeds", "table beside a gaps.csv has all") if k.seeds else ("logs", "gaps.csv has none")
+        raise BadInput(f"--{flag} is for runs: the {why} of its {flag}")
     if files and not again and Path(files[0]).resolve().parent == Path(k.out).resolve():
         raise BadInput(f"--out={k.out} would write over {files[0]}; name another")
     found = read_again(files[0], k) if files else []
@@ -340,4 +356,6 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
             table.append([cell.what, *numbers, *([cell.at] if against else []), *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)
+    if k.logs:
+        write_logs(figures.out / "logs.jsonl", finished, k.logs)
     return f"{len(finished)} runs, {len(left_out)} left out; {figures.write('gaps.md', text)}"
