@@ -2,8 +2,8 @@
 
     python scripts/report.py papers out/small --out=results/small          # the papers' tables and figures
     python scripts/report.py gaps out/small --by=max_iters --out=results/small   # what each setting costs
-    python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=results/gpt2_small
-    python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=results/coupled_posthoc
+    python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=out/gpt2_report
+    python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=out/coupled_report
     python scripts/report.py held_out out/smollm2/held_out.json --out=results/smollm2
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
     python scripts/report.py course out/demo --out=docs/panels.png

@@ -1,6 +1,6 @@
 """What a trained network loses when its blocks are coupled, and how much of that distillation brings back.
 
-    python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=results/coupled_posthoc
+    python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=out/coupled_report
 
 The folder holds start/NAME/ of each choice NAME, alpha_kept, as scripts/couple.py makes them; NAME_stopped/
 and NAME_through/ with a distillation a seed, by where the gradient ended: at the statistic, or not. Writes
@@ -42,7 +42,7 @@ class Knobs:
     """What is reported."""
 
     base: str = "out/llama_tiny"  # run folder of the network that was coupled, and teaches
-    out: str = "results/coupled_posthoc"  # folder to write
+    out: str = "results/can_a_trained_network_be_coupled"  # folder to write
 
 
 # ---------------------------------------------------------------------------------------------------------

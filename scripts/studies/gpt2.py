@@ -1,6 +1,6 @@
 """How GPT-2 takes the loss of its LayerNorms: tables and figures of fine-tunings by protocol and seed.
 
-    python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=results/gpt2_small
+    python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=out/gpt2_report
 
 The folder holds a folder a protocol, vanilla and some of fakeln, internal and all, each with a run folder a
 seed; --out holds what scripts/evaluate.py made of these runs, evaluation.json, and in before/ what
@@ -44,7 +44,7 @@ class Knobs:
     """What is reported."""
 
     base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
-    out: str = "results/gpt2_small"  # folder of evaluation.json and before/, and of what is written
+    out: str = "results/does_taper_beat_fakeln"  # folder: evaluation.json, before/, what is written
     tokens: Count = 16_384  # of validation text, for the residual stream's RMS
 
 
