@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,24 @@ def test_every_page_of_docs_is_listed():
     assert set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme)) == names
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == names
     assert set(re.findall(r"- ([\w-]+\.md)$", site, re.M)) == names | {"index.md"}
+
+
+def test_every_result_says_what_made_it():
+    """A command, which `test_every_command_is_one_that_works` reads, and commits that are in the history."""
+    rows = [line for line in (ROOT / "results/README.md").read_text().splitlines() if line.startswith("| ")]
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+    told = [cells[-4:-1] for cells in tables if cells[0] != "claim"]
+    assert len(told) > 50 and all(cells[-3:] == ["command", "commit", "status"] for cells in tables[:1])
+    for files, command, commit in told:
+        if "the same" in (files, command, commit):
+            assert {files, command, commit} == {"the same"}
+            continue
+        assert re.match(r"`python |on |by hand", command) and re.search(r"\b[0-9a-f]{7}\b|not kept", commit)
+    named = {name for *_, commit in told for name in re.findall(r"\b[0-9a-f]{7}\b(?!, not in)", commit)}
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    if git(["git", "rev-parse", "--is-shallow-repository"]).stdout == "false\n":
+        found = git(["git", "cat-file", "--batch-check"], input="\n".join(named)).stdout
+        assert found.count(" commit ") == len(named) > 20, found
 
 
 def test_the_notes_are_a_log_with_verdicts():
