@@ -6,7 +6,7 @@
     python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=out/coupled_report
     python scripts/report.py held_out out/smollm2/held_out.json --out=results/smollm2
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
-    python scripts/report.py course out/demo --out=docs/panels.png
+    python scripts/report.py course out/demo --out=out/panels.png
     python scripts/report.py widths out/folding/*.json --out=results/what_does_folding_gain
 
 The first word chooses the report; `python scripts/report.py gaps --help` explains one. Each is a module of

@@ -1,6 +1,6 @@
 """The course of runs over their steps, a panel a metric, by the names that wandb shows.
 
-    python scripts/report.py course out/demo --out=docs/panels.png
+    python scripts/report.py course out/demo --out=out/panels.png
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
