@@ -275,17 +275,17 @@ def fold_error(model: Transformer, form: str, idx, dtype: torch.dtype) -> float:
 
 def proved(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, float]]:
     """(FORMS[form](model), {dtype: its fold_error on idx (B, T)}), in float64 and in the model's own type: of
-    several the widest, held to what the narrowest can do.
-
-    Raises: ModelError if an error exceeds FOLD_TOLERANCE or is not finite.
-    """
+    several the widest, held to what the narrowest can do. Raises: ModelError if an error is not finite or
+    exceeds FOLD_TOLERANCE."""
     errors, types = {}, types_of(model)
     for dtype, limit in ((torch.float64, torch.float64), (types[0], types[-1])):
         name = str(dtype).removeprefix("torch.")
         errors[name] = fold_error(model, form, idx, dtype)
         if not errors[name] <= FOLD_TOLERANCE[limit]:
-            off = f"{errors[name]:.1e} of the logit scale in {name}"
-            raise ModelError(f"the {form} model differs from the trained one by {off}; not exported")
+            off = f"differs from the trained one by {errors[name]:.1e} of the logit scale"
+            if errors[name] != errors[name]:  # nan
+                off = "cannot be compared with the trained one: not all logits are finite"
+            raise ModelError(f"the {form} model {off} in {name}; not exported")
     return FORMS[form](model), errors
 
 

@@ -33,7 +33,7 @@ def blocks(kind: str, *pages: str) -> list[str]:
     return [code for text in texts for code in re.findall(rf"```{kind}\n(.*?)```", text, re.S)]
 
 
-INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "hf", "mkdocs", "wandb"}  # what is no program of ours
+INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "hf", "mkdocs", "wandb"}  # no programs of ours
 
 
 def commands_in(text: str) -> list[list[str]]:
