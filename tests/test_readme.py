@@ -263,7 +263,8 @@ def test_every_result_says_what_made_it():
         if "the same" in (files, command, commit):
             assert {files, command, commit} == {"the same"}
             continue
-        assert re.match(r"`(python|git) |on |by hand", command) and re.search(r"\b[0-9a-f]{7}\b|not kept", commit)
+        assert re.match(r"`(python|git) |on |by hand", command), command
+        assert re.search(r"\b[0-9a-f]{7}\b|not kept", commit), commit
     named = {name for *_, commit in told for name in re.findall(r"\b[0-9a-f]{7}\b(?!, not in)", commit)}
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     if git(["git", "rev-parse", "--is-shallow-repository"]).stdout == "false\n":
