@@ -251,7 +251,7 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict]
     span = high - low or 0.2 * high
     trained = any(gap < FAILED for cell in here for gap in cell.gaps.values())
     beyond = FAILED if trained and y == "gap" else math.inf
-    wide = 0 < 10 * low <= high
+    wide = 0 < 5 * low <= high
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         mine = [cell for cell in mine if y == "gap" or max(cell.gaps.values(), default=0) <= FAILED]
