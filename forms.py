@@ -284,7 +284,7 @@ def proved(model: Transformer, form: str, idx) -> tuple[Transformer, dict[str, f
         if not errors[name] <= FOLD_TOLERANCE[limit]:
             off = f"differs from the trained one by {errors[name]:.1e} of the logit scale"
             if errors[name] != errors[name]:  # nan
-                off = "cannot be compared with the trained one: not all logits are finite"
+                off = "cannot be compared with the trained one: logits are not finite, or all 0,"
             raise ModelError(f"the {form} model {off} in {name}; not exported")
     return FORMS[form](model), errors
 

@@ -34,8 +34,9 @@ SOMETIMES = (
 
 
 OF_ALL = (
-    "train/loss", "train/ce", "train/aux", "train/kl", "train/site", "val/loss", "val/bpb", "val/loss_gated",
-    "gate", "lr", "grad/total", "logits/l2", "s/mean", "s/target",
+    "train/loss", "train/ce", "train/aux", "train/kl", "train/site", "train/spike", "val/loss", "val/bpb",
+    "val/kl", "val/loss_gated", "gate", "gate/steps", "gate/excess", "lr", "grad/total", "logits/l2",
+    "s/mean", "s/target", "taper/limited",
 )  # metrics of the whole network, not of a part of it  # fmt: skip
 
 

@@ -331,5 +331,5 @@ def test_export_refuses_weights_that_are_not_finite(variant, value):
     with torch.no_grad():
         model.blocks[0].mlp.gate_up.weight[3, 5] = value
     for form in TRANSFORMED:
-        with refuses("not all logits are finite in float64; not exported"):
+        with refuses("logits are not finite, or all 0, in float64; not exported"):
             proved(model, form, idx)

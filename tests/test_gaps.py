@@ -283,8 +283,8 @@ def test_logs_are_kept_beside_the_table(monkeypatch, tmp_path):
     assert [line["iter"] for line in steps] == [25, 41, 50, 75, 100]
     assert steps[0] == {"run": first["run"], "iter": 25, "train/loss": 0.333333}
     assert steps[-1]["val/loss"] == runs[0].loss
-    report(monkeypatch, tmp_path / "without", runs, "--by=mlp")
-    assert not (tmp_path / "without/logs.jsonl").exists()
+    report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert not (tmp_path / "logs.jsonl").exists()
 
 
 def rates(*values: float) -> list[FinishedRun]:

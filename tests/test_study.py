@@ -227,7 +227,7 @@ WRITTEN = {
     "gpu_sweep": {"report.md"},
     "norm_free": {"amplify.md", "course.png", "held_out.md"},
     "smollm2": {"couple.md", "choices", "held_out.md"},
-    "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin"},
+    "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin", "which_learning_rate"},
 }
 
 
@@ -252,6 +252,11 @@ def test_a_study_is_rehearsed_offline_on_a_cpu(name, tmp_path):
 
 def check(name: str, out: Path):
     """What stands in the report of a rehearsal."""
+    if name == "tinystories_small":
+        table = (out / "which_learning_rate/early_start/gaps.md").read_text()
+        assert all(f"| internal_aux | {start} | 2 |" in table for start in (4, 10))
+        logs = (out / "which_learning_rate/early_start/logs.jsonl").read_text().splitlines()
+        assert sum('"settings"' in line for line in logs) == 2 * 5  # the plain baseline has no start
     if name == "gpu_gpt2":
         rows = json.loads((out / "s.json").read_text())["rows"]
         assert len(rows) == 5 * 3  # the network before and four protocols, on three texts

@@ -7,8 +7,9 @@ PATHs are run folders and folders of runs, as of the report `papers`. Runs with 
 knobs are compared with the baseline among them, or with the variant that --to names; whatever else they
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
 interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png, and with --logs=N
-logs.jsonl, N lines of each run's log. A gaps.csv in place of PATHs is drawn again, whether its runs are still
-there or not; beside PATHs it brings settings of its own, paired among themselves. Needs matplotlib.
+logs.jsonl, about N lines of each run's log. A gaps.csv in place of PATHs is drawn again, whether its runs
+are still there or not; beside PATHs it brings settings of its own, paired among themselves. Needs
+matplotlib.
 """
 
 import csv
@@ -56,7 +57,7 @@ class Knobs:
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
-    logs: Count | None = None  # lines to keep of each run's log, in logs.jsonl; None: no such file
+    logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
@@ -299,9 +300,11 @@ def write_logs(path: Path, runs: list[FinishedRun], most: int):
     """Of each run the settings, of later ones where they differ from the first's, and its log, thinned."""
     with atomic_write(path, "w") as f:
         for run in runs:
-            there = {} if run is runs[0] else runs[0].settings
-            settings = {name: v for name, v in run.settings.items() if name not in there or v != there[name]}
-            head = {"settings": settings, "versions": run.head["versions"]}
+            settings = run.settings
+            if run is not runs[0]:
+                settings = {name: v for name, v in settings.items() if v != runs[0].settings[name]}
+            resumed = run.head.get("resumed", [])
+            head = {"settings": settings, "versions": run.head["versions"], "resumed": resumed}
             for line in (head, *thinned(run.lines, most)):
                 f.write(json.dumps({"run": str(run.folder)} | line) + "\n")
 
@@ -315,9 +318,10 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     again = len(files) == len(paths)
     if len(files) > 1:
         raise BadInput(f"one gaps.csv at a time; leave {files[1]} out")
-    if again and (k.seeds or k.logs):
-        flag, why = ("seeds", "table beside a gaps.csv has all") if k.seeds else ("logs", "gaps.csv has none")
-        raise BadInput(f"--{flag} is for runs: the {why} of its {flag}")
+    if again and k.seeds:
+        raise BadInput("--seeds is for runs: the table beside a gaps.csv has all of its seeds")
+    if again and k.logs:
+        raise BadInput("--logs is for runs: a gaps.csv has no logs")
     if files and not again and Path(files[0]).resolve().parent == Path(k.out).resolve():
         raise BadInput(f"--out={k.out} would write over {files[0]}; name another")
     found = read_again(files[0], k) if files else []
@@ -356,6 +360,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
             table.append([cell.what, *numbers, *([cell.at] if against else []), *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)
+    (figures.out / "logs.jsonl").unlink(missing_ok=True)
     if k.logs:
         write_logs(figures.out / "logs.jsonl", finished, k.logs)
     return f"{len(finished)} runs, {len(left_out)} left out; {figures.write('gaps.md', text)}"
