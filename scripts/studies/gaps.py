@@ -360,7 +360,9 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
             table.append([cell.what, *numbers, *([cell.at] if against else []), *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)
-    (figures.out / "logs.jsonl").unlink(missing_ok=True)
+    logs = figures.out / "logs.jsonl"
     if k.logs:
-        write_logs(figures.out / "logs.jsonl", finished, k.logs)
+        write_logs(logs, finished, k.logs)
+    else:
+        logs.unlink(missing_ok=True)  # an earlier table's
     return f"{len(finished)} runs, {len(left_out)} left out; {figures.write('gaps.md', text)}"
