@@ -4,17 +4,17 @@
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
-a thin line, all of a run's colour. A spike leaves its panel. Writes the figure, and beside it a .csv of its
-numbers. Needs matplotlib.
+a thin line, all of a run's colour. Runs in NAME/seed1/, NAME/seed2/ share a colour. A spike leaves its panel.
+Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanonorm.cli import check_out
 from nanonorm.errors import BadInput
-from nanonorm.files import atomic_write
 from nanonorm.log import read_log
 from nanonorm.plots import COLOURS
 from nanonorm.tables import write_csv
@@ -76,15 +76,16 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
     figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
-    points = []
+    groups = {run: re.sub(r"/seed\d+$", "", run) for run in runs}
+    order, points = list(dict.fromkeys(groups.values())), []
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
-        for i, (run, lines) in enumerate(of_runs.items()):
+        for run, lines in of_runs.items():
             for j, (name, values) in enumerate(lines.items()):
                 *every, last = values.items()
                 shown = [*every[:: rows_needed(len(values), CURVE_POINTS)], last]
-                label = {} if j else {"label": run}
-                width = 0.5 if len(lines) > 1 else 1.2
-                ax.plot(*zip(*shown, strict=True), color=COLOURS[i % len(COLOURS)], linewidth=width, **label)
+                label = {} if j else {"label": groups[run]}
+                look = {"color": COLOURS[order.index(groups[run]) % len(COLOURS)], **label}
+                ax.plot(*zip(*shown, strict=True), linewidth=0.5 if len(lines) > 1 else 1.2, **look)
                 points += [(run, name, step, f"{value:.6g}") for step, value in shown]
         figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
         ax.set_title(metric)
@@ -92,12 +93,6 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         ax.set_axis_off()
     for ax in axes[: len(found)][-k.columns :]:
         ax.set_xlabel("optimizer step")
-    if len(runs) > 1:
-        shown = {}  # a run may lack the first metric
-        for ax in axes:
-            shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
-    with atomic_write(k.out) as f:
-        fig.savefig(f, format="png")
+    figures.save(fig, Path(k.out).stem, *(axes if len(runs) > 1 else ()))  # a run may lack the first metric
     write_csv(Path(k.out).with_suffix(".csv"), ["run", "metric", "step", "value"], points)
     return f"wrote {k.out}, and its numbers beside it\n{command}"

@@ -149,15 +149,16 @@ class Figures:
             room = high - low + 1e-9
             ax.set_ylim(low - 0.1 * room, high + 0.15 * room)
 
-    def save(self, fig, name: str, legend_from=None) -> str:
-        """Write NAME.png with one legend below the axes; returns the markdown that shows it."""
-        if legend_from is not None:
-            handles, labels = legend_from.get_legend_handles_labels()
-            longest = max(map(len, labels), default=0)
-            columns = max(1, min(3, 95 // (10 + longest)))  # what fits below the axes
-            rows = rows_needed(len(labels), columns)
+    def save(self, fig, name: str, *legend_from) -> str:
+        """Write NAME.png with one legend of these axes below them; returns the markdown that shows it."""
+        shown = {}
+        for ax in legend_from:
+            shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        if shown:
+            columns = max(1, min(3, 95 // (10 + max(map(len, shown)))))  # what fits below the axes
+            rows = rows_needed(len(shown), columns)
             fig.set_figheight(fig.get_figheight() + 0.19 * max(0, rows - 2))
-            fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
+            fig.legend(shown.values(), shown, loc="outside lower center", ncols=columns, handlelength=3)
         with atomic_write(self.out / f"{name}.png") as f:
             fig.savefig(f, format="png")
         self.plt.close(fig)
