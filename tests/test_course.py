@@ -5,6 +5,8 @@ import csv
 import pytest
 from running import metrics, refused, train
 
+from scripts.studies.course import groups_of
+
 pytest.importorskip("matplotlib")
 
 
@@ -26,6 +28,15 @@ def test_the_numbers_are_those_of_the_log(reference, tmp_path):
     } <= drawn and "train/kl" not in drawn
     steps = [int(row["step"]) for row in rows if row["metric"] == "val/loss"]
     assert steps == [step for step, line in lines.items() if "val/loss" in line]
+
+
+def test_seeds_of_a_setting_are_drawn_alike():
+    assert groups_of(["a/seed1", "a/seed2", "b/seed1"]) == {
+        "a/seed1": "a",
+        "a/seed2": "a",
+        "b/seed1": "b/seed1",
+    }
+    assert groups_of(["seed1", "seed2"]) == {"seed1": "seed1", "seed2": "seed2"}
 
 
 def test_what_is_no_run_is_refused(tmp_path, reference, capsys):

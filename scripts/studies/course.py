@@ -4,12 +4,13 @@
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
-a thin line, all of a run's colour. Runs in NAME/seed1/, NAME/seed2/ share a colour. A spike leaves its panel.
-Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
+a thin line, all of a run's colour, which NAME/seed1/ and NAME/seed2/ beside other runs share. A spike leaves
+its panel. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
 """
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def names_of(words: list[str]) -> list[str]:
     return [str(path.relative_to(shared)) for path in paths]
 
 
+def groups_of(runs) -> dict[str, str]:
+    """Run -> what it is drawn as: NAME of "NAME/seed1" if that has several seeds, else the run itself."""
+    names = {run: re.sub(r"/seed\d+$", "", run) for run in runs}
+    several = Counter(names.values())
+    return {run: name if several[name] > 1 else run for run, name in names.items()}
+
+
 def main(k: Knobs, words: list[str], command: str) -> str:
     check_out("out", k.out, ".png")
     if not words or k.out is None:
@@ -76,7 +84,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
     figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
-    groups = {run: re.sub(r"/seed\d+$", "", run) for run in runs}
+    groups = groups_of(runs)
     order, points = list(dict.fromkeys(groups.values())), []
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
         for run, lines in of_runs.items():
