@@ -10,7 +10,6 @@ its panel. Writes the figure, and beside it a .csv of its numbers. Needs matplot
 
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +67,8 @@ def names_of(words: list[str]) -> list[str]:
 
 def groups_of(runs) -> dict[str, str]:
     """Run -> what it is drawn as: NAME of "NAME/seed1" if that has several seeds, else the run itself."""
-    names = {run: re.sub(r"/seed\d+$", "", run) for run in runs}
-    several = Counter(names.values())
-    return {run: name if several[name] > 1 else run for run, name in names.items()}
+    names = [re.sub(r"/seed\d+$", "", run) for run in runs]
+    return {run: name if names.count(name) > 1 else run for run, name in zip(runs, names, strict=True)}
 
 
 def main(k: Knobs, words: list[str], command: str) -> str:
@@ -84,16 +82,15 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
     figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
-    groups = groups_of(runs)
-    order, points = list(dict.fromkeys(groups.values())), []
+    groups, points = groups_of(runs), []
+    colours = dict(zip(dict.fromkeys(groups.values()), COLOURS * len(runs), strict=False))
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
         for run, lines in of_runs.items():
             for j, (name, values) in enumerate(lines.items()):
                 *every, last = values.items()
                 shown = [*every[:: rows_needed(len(values), CURVE_POINTS)], last]
-                label = {} if j else {"label": groups[run]}
-                look = {"color": COLOURS[order.index(groups[run]) % len(COLOURS)], **label}
-                ax.plot(*zip(*shown, strict=True), linewidth=0.5 if len(lines) > 1 else 1.2, **look)
+                look = {"color": colours[groups[run]], "linewidth": 0.5 if len(lines) > 1 else 1.2}
+                ax.plot(*zip(*shown, strict=True), label=None if j else groups[run], **look)
                 points += [(run, name, step, f"{value:.6g}") for step, value in shown]
         figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
         ax.set_title(metric)
