@@ -28,7 +28,7 @@ from nanonorm.log import thinned
 from nanonorm.plots import shades
 from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import Count, check_text, hints
+from nanonorm.typed import Count, Positive, check_text, hints
 from scripts.studies.figures import OTHER, STYLE, Figures
 from scripts.studies.runs import (
     PAPER_ROWS,
@@ -42,11 +42,10 @@ from scripts.studies.runs import (
 )
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
-FAILED = 10.0  # %: a run this far behind is of another kind, and no mean holds it
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
 DRAWN = """A dot is a run or a pair of runs, a bar the interval of three pairs and more, a hollow mark the \
-mean of fewer. A line joins means over the same seeds. A run that is more than 10% behind is written at the \
-edge of its panel, and its setting has no mean there and no place among the losses."""
+mean of fewer. A line joins means over the same seeds. A run that is more than {far:g}% behind is written at \
+the edge of its panel, and its setting has no mean there and no place among the losses."""
 
 
 @dataclass
@@ -58,6 +57,7 @@ class Knobs:
     to: str = "baseline"  # the variant that the others are compared with
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
     logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
+    far: Positive = 10.0  # %: in the figure a run this far behind is of another kind, and no mean holds it
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
@@ -231,7 +231,7 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
         panels[0].set_ylabel(label)
         for ax, group in zip(panels, groups, strict=True):
             here = [cell for cell in found if cell.group == group]
-            draw_settings(figures, ax, here, drawn, y, joined=k.against is not None)
+            draw_settings(figures, ax, here, drawn, y, k.far, joined=k.against is not None)
     for ax, title in zip(axes[0], titles, strict=True):
         ax.axhline(0, color="#000000", linewidth=0.8)
         ax.set_title(title)
@@ -245,17 +245,17 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     figures.save(fig, "gaps", axes[-1, -1])
 
 
-def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict[str, dict], y: str, joined: bool):
+def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, far: float, joined: bool):
     """One panel of y, gap or loss; joined: neighbours with the same seeds are."""
     ticks = sorted({cell.at for cell in here})
     low, high = ticks[0], ticks[-1]
     span = high - low or 0.2 * high
-    trained = any(gap < FAILED for cell in here for gap in cell.gaps.values())
-    beyond = FAILED if trained and y == "gap" else math.inf
+    trained = any(gap < far for cell in here for gap in cell.gaps.values())
+    beyond = far if trained and y == "gap" else math.inf
     wide = 0 < 5 * low <= high
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
-        mine = [cell for cell in mine if y == "gap" or max(cell.gaps.values(), default=0) <= FAILED]
+        mine = [cell for cell in mine if y == "gap" or max(cell.gaps.values(), default=0) <= far]
         aside = (2 * i - len(drawn) + 1) / max(1, len(drawn) - 1)  # so that no bar hides another
         reach = span / 50 if joined else 0.25
         x = [v.at * (high / low) ** (aside / 50) if wide else v.at + aside * reach for v in mine]
@@ -352,7 +352,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     text += [f"And {before} runs of {path}, whose own page says how they were made." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
-    text.append(DRAWN)
+    text.append(DRAWN.format(far=k.far))
     against = [k.against] if k.against else []
     head, table = ["what", "seed", "loss", "scale", "folder", "gap", *against, *k.by], []
     for cell in found:
