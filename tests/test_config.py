@@ -471,7 +471,8 @@ def test_every_run_of_the_repository_means_something(word):
     config = parse(Config, [str(ROOT / word)], files=True)[0]
     name = word.removeprefix("config/").removesuffix(".py").replace(".py:", "_")
     assert config.out_dir is None and config.own_folder([str(ROOT / word)]) == f"out/{name}"
-    config.n_layer = network(word).n_layer  # of the weights that it starts from, as is
+    # the depth and the norm are those of the weights that it starts from
+    config.n_layer = network(word).n_layer
     config.norm = "coupled" if config.coupled_grad else config.norm
     config.resolve().model_config()
 

@@ -225,13 +225,16 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
     runs = grid("swiglu")
     (lost,) = (made for made in runs if made.settings["coupled_grad"] and made.seed == 2)
     lost.lines[-1]["val/loss"] *= 1.3
-    (ax,), _ = report(monkeypatch, tmp_path, runs, "--by=mlp")
-    assert ax.get_yscale() == "linear" and ax.get_ylim()[1] < 6
+    (ax,), text = report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert "more than 10% behind" in text and ax.get_yscale() == "linear" and ax.get_ylim()[1] < 6
     assert [text.get_text() for text in ax.texts] == ["\u2191\n+31"]
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
     assert math.isnan(line.lines[0].get_ydata()[0]) and not bars_of(line)
     dots = {tuple(d.get_xdata()): list(d.get_ydata()) for d in ax.lines if d.get_marker() == "."}
     assert dots[(line.lines[0].get_xdata()[0],) * 2] == pytest.approx([1, 1])
+    (ax,), _ = report(monkeypatch, tmp_path, runs, "--by=mlp", "--far=40")
+    line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
+    assert not ax.texts and line.lines[0].get_ydata()[0] == pytest.approx((1 + 1 + 31.3) / 3)
 
 
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
