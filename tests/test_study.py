@@ -95,7 +95,10 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gates"], "no study gates; there are coupled_posthoc,"),
         (["tinystories_small"], "name --stories=PATH: a folder of train.txt"),
         (["tinystories_small", "--stories=nowhere"], "stories=nowhere does not exist"),
-        (["tinystories_small", "--stories=data", "--only=gates"], "no step gates; there are rate, rate_norms"),
+        (
+            ["tinystories_small", "--stories=data", "--only=gates"],
+            "no step gates; there are rate, rate_norms",
+        ),
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
