@@ -225,8 +225,8 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
     runs = grid("swiglu")
     (lost,) = (made for made in runs if made.settings["coupled_grad"] and made.seed == 2)
     lost.lines[-1]["val/loss"] *= 1.3
-    (ax,), text = report(monkeypatch, tmp_path, runs, "--by=mlp")
-    assert "more than 10% behind" in text and ax.get_yscale() == "linear" and ax.get_ylim()[1] < 6
+    (ax,), page = report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert "more than 10% behind" in page and ax.get_yscale() == "linear" and ax.get_ylim()[1] < 6
     assert [text.get_text() for text in ax.texts] == ["\u2191\n+31"]
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
     assert math.isnan(line.lines[0].get_ydata()[0]) and not bars_of(line)
