@@ -452,14 +452,16 @@ def write_bench(path: Path, **changes) -> Path:
 
 
 def test_the_picture_shows_a_run_and_its_speed(tmp_path):
-    folder = write_run(tmp_path / "run", "all_aux", 1)
+    folder, kept = write_run(tmp_path / "run", "all_aux", 1), write_run(tmp_path / "kept", "baseline_aux", 1)
     end, before = load(folder).loss, {"val/loss": 5.5, "val/bpb": 1.0, "val/loss_gated": 4.5}
     change_log(folder, {20: before, -1: {"val/loss_gated": end}})
     bars = picture.read_bars(write_bench(tmp_path / "bench.json"))
-    loss, gate, speed = (ax for side in picture.draw_picture(load(folder), *bars).subfigs for ax in side.axes)
+    fig = picture.draw_picture(load(folder), load(kept), *bars)
+    loss, gate, speed = (ax for side in fig.subfigs for ax in side.axes)
     assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
-    said = ["training", "validation: 4.50", f"{end:.2f}", "validation with the gate at 0: 5.50"]
-    assert [text.get_text() for text in loss.texts] == said
+    said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
+    own, theirs = [text.get_text() for text in loss.texts][:3], [text.get_text() for text in loss.texts][3:]
+    assert own == said and theirs[-1] == f"norms kept: {load(kept).loss:.2f}"
     assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx([1, 1.2, 1.3, 1.4])
     assert [text.get_text() for text in speed.texts] == ["1.00x", "1.20x", "1.30x", "1.40x"]
 
@@ -469,10 +471,11 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     # of a run without a gate
     report.main(["picture", str(folder), f"--bench={bench}", f"--out={tmp_path / 'demo.png'}"])
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "demo.logs.jsonl").read_text().splitlines()[-1])["val/loss"] > 0
     no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
     for argv, says in (
-        ([folder], "name a run folder and a benchmark of it"),
+        ([folder], "and a benchmark: python scripts/report.py picture"),
         ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),

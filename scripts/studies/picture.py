@@ -1,9 +1,11 @@
 """The README's picture: a run's loss and gate over its steps, and its speed with the norms and without.
 
     python bench.py out/demo --batch=1 --seq=64 --runtimes=eager,compiled --out=out/demo/bench.json
-    python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
+    python scripts/report.py picture out/demo out/demo-taper=none --bench=out/demo/bench.json
 
-Speed is of the benchmark's first batch and context, in each of its runtimes. Needs matplotlib.
+A second run is the one that keeps its norms, drawn beside the first. Speed is of the benchmark's first batch
+and context, in each of its runtimes. Writes the logs of the runs too, thinned, beside the picture. Needs
+matplotlib.
 """
 
 import math
@@ -15,7 +17,10 @@ import numpy as np
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot, smooth
+from scripts.studies.gaps import write_logs
 from scripts.studies.runs import FinishedRun, load, read_json
+
+LOGGED = 80  # lines of each run's log that are kept
 
 # variant -> (colour, what it is)
 BARS = {
@@ -57,21 +62,29 @@ def validated(run: FinishedRun) -> list[tuple[str, str, str, dict[int, float]]]:
     return [("validation", "#D55E00", "o", gated), ("validation with the gate at 0", "#0072B2", "D", up)]
 
 
-def draw_loss(ax, run: FinishedRun):
-    """Training loss as a line, validation as points, the first and the last with their values."""
+def draw_training(ax, run: FinishedRun, **look):
+    """Training loss as a line, smoothed over a fiftieth of the run."""
     training = run.series("train/ce")
-    steps, losses = np.array(list(training)), np.array(list(training.values()))
-    smoothed = smooth(losses[None], max(1, len(steps) // 50))[0]
-    ax.plot(steps, losses, color="#BBBBBB", linewidth=0.8)
-    ax.plot(steps, smoothed, color="#000000", linewidth=1.6)
-    at = len(steps) // 8
-    ax.annotate("training", (steps[at], smoothed[at]), (8, 4), textcoords="offset points")
-    for label, colour, marker, found in validated(run):
-        ax.plot(list(found), list(found.values()), marker, color=colour, markersize=6, clip_on=False)
+    smoothed = smooth(np.array([list(training.values())]), max(1, len(training) // 50))[0]
+    ax.plot(list(training), smoothed, **look)
+
+
+def draw_loss(ax, run: FinishedRun, kept: FinishedRun | None):
+    """Training losses as lines, validation as points, the first and the last of a run with their values."""
+    draw_training(ax, run, color="#F0C0A0", linewidth=4, label="training")
+    points = validated(run)
+    if kept:  # a thin line over a wide one, since the two may be one
+        draw_training(ax, kept, color="#000000", linewidth=1, label="training with the norms kept")
+        points.append(("norms kept", "#000000", "s", kept.series("val/loss")))
+    for label, colour, marker, found in points:
+        size, below = (4, True) if marker == "s" else (8, False)
+        ax.plot(list(found), list(found.values()), marker, color=colour, markersize=size, clip_on=False)
         for step in dict.fromkeys([*list(found)[:1], *list(found)[-1:]]):
-            text = f"{label}: {found[step]:.2f}" if step == min(found) else f"{found[step]:.2f}"
-            side = "right" if step > 0.8 * steps[-1] else "center"
-            ax.annotate(text, (step, found[step]), (0, 9), textcoords="offset points", color=colour, ha=side)
+            text, side = f"{label}: {found[step]:.2f}", "right" if below or step > min(found) else "left"
+            place = {"xytext": (0, -8 if below else 8), "ha": side, "va": "top" if below else "bottom"}
+            ax.annotate(text, (step, found[step]), textcoords="offset points", color=colour, **place)
+    ax.margins(y=0.15)
+    ax.legend(loc="upper right")
     ax.set(ylabel="loss, nats per token")
 
 
@@ -101,7 +114,7 @@ def draw_speed(ax, machine: str, rows: list[dict]):
             ax.annotate(f"{x:.2f}x", (right, at), (7, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(names)), [f"{name}\n{BARS[name][1]}" for name in names])
     ax.set_ylim(len(names) - 0.3, -0.6)
-    ax.margins(x=0.2)
+    ax.margins(x=0.25)
     ax.axvline(1, color="#000000", linewidth=0.8)
     ax.legend(loc="center right")
     ax.set(xlabel=f"median of ratios, and quartiles\n({machine})")
@@ -109,8 +122,9 @@ def draw_speed(ax, machine: str, rows: list[dict]):
     ax.set_title(f"Speedup, {batch} x {seq} tokens", loc="left", weight="bold")
 
 
-def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
-    """A matplotlib figure: the run's loss and gate on the left, speed on the right."""
+def draw_picture(run: FinishedRun, kept: FinishedRun | None, machine: str, rows: list[dict]):
+    """A matplotlib figure: the run's loss and gate on the left, beside it the loss of one that kept its
+    norms; speed on the right."""
     gate = run.series("gate")
     fig = pyplot().figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
@@ -118,7 +132,7 @@ def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
     if gate:
         ratios, title = (3.2, 1), "The norms are gated away while the network trains"
     axes = left.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False).flatten()
-    draw_loss(axes[0], run)
+    draw_loss(axes[0], run, kept)
     if gate:
         draw_gate(axes[1], gate)
     axes[0].set_title(title, loc="left", weight="bold")
@@ -128,13 +142,15 @@ def draw_picture(run: FinishedRun, machine: str, rows: list[dict]):
 
 
 def main(k: Knobs, words: list[str], command: str) -> str:
-    if len(words) != 1 or k.bench is None:
-        example = "python scripts/report.py picture out/demo --bench=bench.json"
-        raise BadInput(f"name a run folder and a benchmark of it: {example}")
-    run, (machine, rows) = load(Path(words[0])), read_bars(Path(k.bench))
+    if len(words) not in (1, 2) or k.bench is None:
+        example = "python scripts/report.py picture out/demo out/demo-taper=none --bench=bench.json"
+        raise BadInput(f"name a run, if you like one that kept its norms, and a benchmark: {example}")
+    runs, (machine, rows) = [load(Path(word)) for word in words], read_bars(Path(k.bench))
     if not rows:
         raise BadInput(f"{k.bench} has none of {', '.join(BARS)}; name another --bench")
-    fig = draw_picture(run, machine, rows)
+    fig = draw_picture(runs[0], runs[1] if len(runs) > 1 else None, machine, rows)
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")
-    return f"wrote {k.out}"
+    logs = Path(k.out).with_suffix(".logs.jsonl")
+    write_logs(logs, runs, LOGGED)
+    return f"wrote {k.out} and {logs}"
