@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from test_readme import HERE, commands_in, read_lm_eval, run_as_written
 
 from data.tokenizer import load_tokenizer
 from forms import load_model
@@ -75,6 +77,40 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
     count = inputs_cut(model, tokenizer)
     assert f"local_text: {count} inputs were longer than the model's context" in run.stdout
+
+
+def by_itself() -> list[str]:
+    """The command of docs/export.md that takes no script of ours."""
+    (words,) = [w for w in commands_in((ROOT / "docs/export.md").read_text()) if w[0] == "lm_eval"]
+    return words
+
+
+def test_the_command_by_itself_is_one_that_lm_eval_reads():
+    read_lm_eval(by_itself()[1:])
+    for wrong in ("--taks=hellaswag", "--tasks=hellaswg"):
+        with pytest.raises((AssertionError, SystemExit)):
+            read_lm_eval([*by_itself()[1:], wrong])
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_lm_eval_takes_an_export_by_itself(reference, tmp_path):
+    """The command as it stands, on an export and a task that need no hub."""
+    export, tasks = tmp_path / "export", tmp_path / "tasks"
+    run_as_written(["python", "scripts/convert.py", str(reference), "--to=hf", f"--out={export}"])
+    tasks.mkdir()
+    task = (SCRIPT.parent / "tasks/local_choice.yaml").read_text()
+    (tasks / "local_choice.yaml").write_text(task.replace("CHOICES", str(CHOICES)))
+    instead = {"out/demo-hf": str(export), "hellaswag": "local_choice"}
+    words = [re.sub("|".join(instead), lambda found: instead[found[0]], word) for word in by_itself()]
+    assert str(export) in " ".join(words) and words[-1] == "local_choice"
+    offline = {**HERE, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    more = ["--include_path", tasks, "--device", "cpu", "--output_path", tmp_path / "out"]
+    done = subprocess.run([*words, *more], env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    acc = accuracy(load_model(reference / "folded.pt"), load_tokenizer(reference), QUESTIONS)
+    named = found["local_choice"]
+    assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers

@@ -1,6 +1,7 @@
 """What README.md, the other pages beside it, config/README.md and docs/ tell a reader to type."""
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import os
@@ -33,18 +34,27 @@ def blocks(kind: str, *pages: str) -> list[str]:
     return [code for text in texts for code in re.findall(rf"```{kind}\n(.*?)```", text, re.S)]
 
 
-INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "hf", "mkdocs", "wandb"}  # no programs of ours
+INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "mkdocs"}  # no programs of ours
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+COMMAND = re.compile(r"(\$ )?([A-Z_]+=\S+ )*(python3?|bash|torchrun|pytest|pip|lm_eval|hf|wandb) ")
 
 
 def commands_in(text: str) -> list[list[str]]:
     """The words of every command of a page, in its blocks and in its running text."""
-    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
-    blocks = [block for kind, block in fence.findall(text) if kind in ("sh", "bash")]
+    blocks = [block for kind, block in FENCE.findall(text) if kind in ("sh", "bash")]
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    said = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", fence.sub("", text))]
-    lines += [code for code in said if re.match(r"([A-Z_]+=\S+ )*(python|bash|torchrun|pytest|pip) ", code)]
+    said = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+    lines += [code for code in said if COMMAND.match(code)]
     found = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
     return [list(itertools.takewhile(lambda word: word not in ("|", ">"), words)) for words in found if words]
+
+
+def unread_commands(text: str) -> list[str]:
+    """Lines that look like commands where `commands_in` does not look: in other fences, or indented."""
+    blocks = [block for kind, block in FENCE.findall(text) if kind not in ("sh", "bash")]
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^(?: {4,}|\t).+", FENCE.sub("", text), re.M)
+    return [line.strip() for line in lines if COMMAND.match(line.strip())]
 
 
 class WasRead(BaseException):
@@ -78,6 +88,26 @@ def read_script(script: str, words: list[str], settings: list[str]):
     assert all(re.search(rf"\b{name}\b", text) for name in settings), (script, settings)
 
 
+def read_clicks(words: list[str]):
+    """The words of `hf` or `wandb`, by its own parsers. Raises: what is wrong with them."""
+    module, name = {"hf": ("huggingface_hub.cli.hf", "app"), "wandb": ("wandb.cli.cli", "cli")}[words[0]]
+    context = getattr(importlib.import_module(module), name).make_context(words[0], words[1:])
+    while hasattr(context.command, "resolve_command"):  # a group of commands
+        name, command, rest = context.command.resolve_command(context, context._protected_args + context.args)
+        context = command.make_context(name, rest, parent=context)
+
+
+def read_lm_eval(words: list[str]):
+    """The words of `lm_eval`, by its own parser. Its tasks are files. Raises: what is wrong with them."""
+    from lm_eval._cli.harness import HarnessCLI
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lm_eval", *words])
+        tasks = HarnessCLI().parse_args().tasks
+    (folder,) = importlib.util.find_spec("lm_eval.tasks").submodule_search_locations
+    assert tasks and all(list(Path(folder).rglob(f"{task}.yaml")) for task in tasks), tasks
+
+
 def check_command(words: list[str]):
     """One command of a page. Raises: what is wrong with it."""
     settings = list(itertools.takewhile(lambda word: re.match("[A-Z_]+=", word), words))
@@ -93,6 +123,11 @@ def check_command(words: list[str]):
     elif program == "pytest":
         for path, _, name in (word.partition("::") for word in words if word.startswith("tests")):
             assert name in (ROOT / path).read_text()
+    elif program in ("hf", "wandb"):
+        read_clicks([program, *words])
+    elif program == "lm_eval":
+        if importlib.util.find_spec("lm_eval"):  # not in .[dev]; .ci/run has a second look, with .[export]
+            read_lm_eval(words)
     else:
         assert program in INSTALLED, program
     if program == "pip":
@@ -136,7 +171,8 @@ IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    
     ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
      "python data/tinystories/prepare.py --txt=a", "python scripts/sweep.py config/demo.py --nrom=a,b",
      "bash scripts/lm_eval.sh", "NAME=1 bash scripts/lm_eval.sh out/demo", "pytest tests/test_gone.py",
-     "pip install -r gone.txt", "pip install .[gone]"],
+     "pip install -r gone.txt", "pip install .[gone]", "hf uplod NAME DIR", "hf upload NAME DIR --gone=1",
+     "wandb gone", "wandb sync --gone"],
 )  # fmt: skip
 def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place):
     words = shlex.split(command)
@@ -145,13 +181,36 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place
         check_command(words)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_command_stands_where_it_is_not_read(page):
+    assert not unread_commands(page.read_text())
+
+
+IN_BARE, IN_TEXT = "```\na line\nCOMMAND\n```\n", "```text\n$ COMMAND\n```\n"
+
+
+@pytest.mark.parametrize("place", [IN_BARE, IN_TEXT, "Do:\n\n    COMMAND\n"])
+@pytest.mark.parametrize(
+    "command", ["python train.py", "python3 -m venv a", "A=1 B=2 pytest tests", "hf download a"]
+)
+def test_a_command_that_is_not_read_is_found(command, place):
+    assert command in " ".join(unread_commands(place.replace("COMMAND", command)))
+    assert not unread_commands(place.replace("COMMAND", "step 400: python said this"))
+    assert not unread_commands(f"Prose, then\n\n```sh\n{command}\n```\n")
+
+
+def test_the_python_of_the_pages_compiles():
+    for code in blocks("python"):
+        compile(code, "a page", "exec")
+
+
 def commands_of(page: str, **instead) -> list[list[str]]:
-    """The words of a page's commands, but for the installing ones, with some of their text replaced."""
+    """The words of a page's commands that are programs of ours, with some of their text replaced."""
     code = "".join(blocks("sh", page)).replace("\\\n", "")
     found = [shlex.split(line.split("#")[0]) for line in code.splitlines()]
     for old, new in instead.items():
         found = [[re.sub(rf"(^|=){old}\b(?!-)", rf"\g<1>{new}", word) for word in words] for words in found]
-    return [words for words in found if words[0] not in ("pip", "python3")]
+    return [words for words in found if words[0] == "python"]
 
 
 # commands run with this Python
