@@ -1,15 +1,17 @@
-"""The norm of docs/extending.md, added in a few lines and one place, does all that the others do."""
+"""What docs/extending.md adds does all that the others do: a norm, in a few lines, registered from outside;
+a corpus, a run, a knob of the architecture and a column of the benchmark, in a copy of the tree."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT, batch, tiny_config
-from running import TINY
+from running import TINY, said_by
 
 from model import NORMS, Transformer
 
@@ -79,3 +81,153 @@ def test_calibration_and_anchor_ask_the_norm():
         assert model.anchor.target_now().item() == pytest.approx(s, rel=1e-9)
     finally:
         del NORMS["mean_abs"]
+
+
+NEW_FILES = {
+    "data/seasons/prepare.py": '''
+"""Lines about seasons."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from data import chosen_tokenizer, prepare
+from nanonorm.cli import parse_flags
+from nanonorm.files import hold_folder
+
+
+@dataclass
+class Knobs:
+    vocab_size: int = 300
+    tokenizer: str | None = None
+    out_dir: str | None = None
+
+
+def lines(*seasons):
+    for year in range(200):
+        yield f"{seasons[year % len(seasons)]} of the year {year}", True
+
+
+def main():
+    k, explicit = parse_flags(Knobs)
+    tokenizer = chosen_tokenizer(k.tokenizer, explicit)
+    with hold_folder(k.out_dir or Path(__file__).resolve().parent) as out_dir:
+        splits = (lambda: lines("spring", "summer")), (lambda: lines("autumn", "winter"))
+        prepare(*splits, out_dir, k.vocab_size, "lines about seasons", tokenizer)
+
+
+if __name__ == "__main__":
+    main()
+''',
+    "config/seasons.py": """
+dataset = "seasons"
+n_layer, n_head, n_embd, block_size, batch_size = 2, 2, 16, 16, 2
+parallel, taper, learning_rate = True, "internal", 1e-2
+max_iters, warmup_iters, gate_start, gate_end = 8, 1, 2, 6
+eval_interval, log_interval = 4, 4
+""",
+}
+NEEDS = """\
+ONE_BY_ONE = Needs("norm", lambda c: c.norm != "coupled", "a norm other than coupled")
+"""
+LISTED = "| `seasons.py` | lines | 0.01 M | 0.0003 M | never run at this size |\n"
+KNOB = """\
+    # attention and MLP of a block read the same stream
+    parallel: Annotated[bool, ONE_BY_ONE, Since(4)] = False
+"""
+LIMIT = """\
+        if self.parallel and self.calibration == "mean_scale":
+            raise ModelError("parallel=True needs calibration=least_squares")
+"""
+BLOCK = '''\
+class ParallelBlock(Block):
+    """Attention and MLP read the same stream."""
+
+    def forward(self, x, *context):
+        y = self.attn.proj(self.attn(self.norm_attn(x), *context)) + self.mlp(self.norm_mlp(x))
+        return x + self.drop(y)
+
+
+'''
+ROW = '    "parallel": {"norm": "rmsnorm", "taper": "internal", "parallel": True},\n'
+CORPUS_TEST = """
+
+def test_seasons(tmp_path):
+    assert run("seasons", "--out_dir=out", cwd=tmp_path).returncode == 0
+    meta, documents = check_manifest(tmp_path / "out")
+    assert len(documents["train"]) == 200 and "autumn of the year 0" in documents["val"]
+"""
+# file -> (what stands there once, what is put in front of it); without it, what is put at the end
+EDITS = {
+    "config/README.md": [("| `taper_1m.py` |", LISTED)],
+    "tests/test_data.py": [("", CORPUS_TEST)],
+    "tests/test_config.py": [('"stdlib": 2048', '"seasons": 300, ')],
+    "model.py": [
+        ("SQUASH =", NEEDS),
+        ("    # norms\n", KNOB),
+        ("        check_needs(self, ModelError)\n", LIMIT),
+        ("class CoupledBlock(", BLOCK),
+        ('    if c.norm == "coupled" and', "    if c.parallel:\n        return ParallelBlock(c)\n"),
+    ],
+    "tests/conftest.py": [('    "rmsnorm-final"', ROW)],
+    "bench.py": [
+        ('    "all_unfused"', '    "final_folded": ("plain", "final", "folded"),\n'),
+        ("    if not NORMS[shape.norm].tapers:\n        rivals", '    rivals.append("final_folded")\n'),
+    ],
+    "tests/test_bench.py": [('"all_unfused", "all_folded", "layernorm"', '"final_folded", ')],
+}
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of the tree with all of that in it; runs a program there, and returns what it printed."""
+    tree = tmp_path_factory.mktemp("tree")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, names):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    for name, text in NEW_FILES.items():
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(text.lstrip())
+    for name, edits in EDITS.items():
+        text = (tree / name).read_text()
+        for before, put in edits:
+            assert not before or text.count(before) == 1, (name, before)
+            text = text.replace(before, put + before) if before else text + put
+        (tree / name).write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    return lambda *words: said_by(*words, cwd=tree, env=env), tree
+
+
+def test_a_corpus_a_run_a_knob_and_a_column_of_ones_own(copied):
+    """The corpus is prepared when it is needed, the run's record has the knob, the network reads it, the fold
+    is proved, and the benchmark has the column."""
+    run, tree = copied
+    said = run("train.py", "config/seasons.py", "--device=cpu")
+    assert "training tokens from lines about seasons" in said and "folded.pt" in said
+    assert json.loads((tree / "data/seasons/meta.json").read_text())["train_documents"] == 200
+    record = json.loads((tree / "out/seasons/config.json").read_text())
+    assert record["parallel"] is True and record["dataset"] == "seasons"
+
+    run("train.py", "config/seasons.py", "--device=cpu", "--parallel=False")
+    runs = [tree / "out" / name / "metrics.jsonl" for name in ("seasons", "seasons-parallel=False")]
+    ours, plain = (json.loads(path.read_text().splitlines()[-1])["val/loss"] for path in runs)
+    assert abs(ours - plain) > 1e-6
+
+    few = ("--iters=2", "--warmup=0", "--batch=1", "--seq=8", "--device=cpu")
+    timed = json.loads(run("bench.py", "out/seasons", *few).splitlines()[-1])
+    assert timed["model"]["parallel"] and "final_folded" in {row["variant"] for row in timed["rows"]}
+
+
+@pytest.mark.slow
+def test_the_tests_take_them_in(copied):
+    """Those that docs/extending.md names have cases of the new corpus, run, knob and column, and pass."""
+    run, _ = copied
+    files = [f"tests/test_{name}.py" for name in ("data", "config", "fold", "rehearsal", "bench")]
+    chosen = "seasons or parallel or list_of_runs or operator_counts"
+    said = run("-m", "pytest", "-n", "0", "-vv", *files, "-k", chosen)
+    for name in ("test_seasons", "list_of_runs", "config/seasons.py", "parallel]", "operator_counts"):
+        assert name in said, said
