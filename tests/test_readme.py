@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from running import flags, said_by, train
 from test_init_from import hf_folder
 
@@ -304,6 +305,37 @@ def test_a_page_is_whole(page):
     assert len(text.splitlines()) <= (200 if page.name == "README.md" and page.parent == ROOT else 250)
 
 
+TICS = re.compile(r"told from|\bthat (\w+) (seeds|pairs|runs) show|\b(two|three|\d+) seeds show", re.I)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "results/NOTES.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_a_page_is_in_plain_words(page):
+    """Two habits that make prose hard: "told from" for every difference, and seeds that show."""
+    assert not TICS.search(" ".join(page.read_text().split()))
+
+
+@pytest.mark.parametrize(
+    "tic", ["cannot be told from it", "no gain that six pairs show", "where 3 seeds show one"]
+)
+def test_words_that_are_not_plain_are_found(tic):
+    assert TICS.search(tic) and not TICS.search("six pairs have no clear change")
+
+
+def test_the_citation_is_whole():
+    """What the format wants, nothing made up, and every paper that README links to."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "title", "message", "authors"} <= citation.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == project["version"] and citation["license"] == project["license"]
+    for paper in citation["references"]:
+        assert {"type", "title", "authors", "url", "year"} == paper.keys()
+        assert all(list(author) == ["family-names"] for author in paper["authors"])  # a name is no phrase
+    papers = re.findall(r"arxiv\.org/abs/([\d.]+\d)", (ROOT / "README.md").read_text())
+    assert papers and all(paper in (ROOT / "CITATION.cff").read_text() for paper in papers)
+
+
 def test_every_page_of_docs_is_listed():
     readme, index, site = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md", "mkdocs.yml"))
     names = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
@@ -313,7 +345,8 @@ def test_every_page_of_docs_is_listed():
 
 
 def test_every_result_says_what_made_it():
-    """A command, which `test_every_command_is_one_that_works` reads, and commits that are in the history."""
+    """A command, which `test_every_command_is_one_that_works` reads, and commits that are in the history, as
+    are those of numbers on the other pages."""
     rows = [line for line in (ROOT / "results/README.md").read_text().splitlines() if line.startswith("| ")]
     tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     told = [cells[-4:-1] for cells in tables if cells[0] != "claim"]
@@ -326,6 +359,8 @@ def test_every_result_says_what_made_it():
         assert re.match(r"`(python|git) |on |by hand", command), command
         assert re.search(r"\b[0-9a-f]{7}\b|not kept", commit), commit
     named = {name for *_, commit in told for name in re.findall(r"\b[0-9a-f]{7}\b(?!, not in)", commit)}
+    pages = "\n".join(page.read_text() for page in PAGES)
+    named |= set(re.findall(r"written\s+down\s+at\s+(\w{7})\b", pages))
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     if git(["git", "rev-parse", "--is-shallow-repository"]).stdout == "false\n":
         known = {name[:7] for name in git(["git", "rev-list", "HEAD"]).stdout.split()}
