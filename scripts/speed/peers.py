@@ -6,7 +6,7 @@
     python scripts/speed/peers.py --mode=prefill --shape=gpt2,llama   # GPT-2 small and Llama 3.2 1B
     python scripts/speed/peers.py --mode=prefill --network=FOLDER     # a trained network's folder
 
-transformers writes a folder with random weights, unless one is given, and both read it. Their logits, and
+Both read a folder as transformers writes it, of random weights unless one is given. Their logits, and
 when decoding their greedy tokens, are compared before anything is timed. Each contestant is a process of its
 own, with its own allocator settings and threads; they take turns of one step, or of as many as fill 0.2 s, in
 a fresh random order each round. All are started anew several times, as a process can be lucky
@@ -33,29 +33,23 @@ import numpy as np
 import torch
 
 from begin import begun_from  # not found? pip install -e .
-from bench import hardware, taper_untrained
-from forms import FOLD_TOLERANCE, fold, from_file
-from model import Transformer
+from bench import agree, hardware, random_model, taper_untrained
+from forms import fold, from_file
+from model import ModelConfig, Transformer
 from nanonorm.cli import check_out, finish, parse_flags
 from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.hub import write_pretrained
 from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed_transformers
+from scripts.plan import shape_of
 from scripts.speed.parts import training_step
 from scripts.speed.tables import Shape, in_words
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-SHAPES = {  # name -> (class of transformers, its configuration)
-    "gpt2": ("GPT2LMHeadModel", {}),
-    "llama": ("LlamaForCausalLM", {
-        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-}  # fmt: skip
+SHAPES = {"gpt2": "gpt2", "llama": "meta-llama/Llama-3.2-1B-Instruct"}  # name -> that in scripts/plan.py
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -82,26 +76,10 @@ class Peers(Shape):
     out: str | None = None  # .json file for the numbers
 
 
-def llama_of(k: Shape, width: int) -> tuple[str, dict]:
-    """A Llama of this repository's shape, as SHAPES has them. Raises: ModelError."""
-    c = k.config(width)
-    return "LlamaForCausalLM", {
-        "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "intermediate_size": c.hidden,
-        "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "tie_word_embeddings": True,
-        "max_position_embeddings": c.block_size, "rms_norm_eps": c.norm_eps,
-    }  # fmt: skip
-
-
-def write_checkpoint(folder: Path, name: str, settings: dict, seed: int):
+def write_checkpoint(folder: Path, config: ModelConfig, seed: int):
     """A folder as transformers writes it, float32, random weights and gains."""
     torch.manual_seed(seed)
-    kind = getattr(needed_transformers(), name)
-    model = kind(kind.config_class(**settings))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                p.add_(0.1 * torch.randn_like(p))
-    model.save_pretrained(folder)
+    write_pretrained(random_model(config, "cpu").to_file({}), folder)
 
 
 def ours(folder: Path) -> Transformer:
@@ -263,11 +241,11 @@ def compare(k: Peers, folder: Path):
     idx = random_ids(1, k.seq, a.config.vocab_size, k.seed)
     with torch.inference_mode():
         logits, wanted = a(idx), b(idx).logits
-    error = ((logits - wanted).abs().max() / wanted.abs().max()).item()
+    found, pair = {}, "ours = transformers"
+    agree(found, pair, logits, wanted, "the same weights")
     size = sum(p.numel() for p in a.parameters()) / 1e6
-    print(f"{size:.2f} M parameters; the same logits in float32, to {error:.0e} of their scale", flush=True)
-    if not error <= FOLD_TOLERANCE[torch.float32]:
-        raise BadInput("these are different functions, so their speeds cannot be compared")
+    same = f"the same logits in float32, to {found[pair]:.0e} of their scale"
+    print(f"{size:.2f} M parameters; {same}", flush=True)
     if k.mode == "decode":
         tokens = [make(k, folder, "float32", "")() for make in (infer_ours, infer_hf)]
         if not torch.equal(*tokens):
@@ -336,9 +314,10 @@ def main():
     k, _ = parse_flags(Peers, __doc__)
     widths = k.n_embd or ((64, 256) if k.mode == "train" else (64, 512))
     refuse(k)
-    networks = {f"n_embd {width}": llama_of(k, width) for width in widths}
+    networks = {f"n_embd {width}": k.config(width) for width in widths}
     if k.shape:
-        networks = {shape: SHAPES[shape] for shape in k.shape}
+        longest = max(k.block_size, 1024)
+        networks = {name: replace(shape_of(SHAPES[name]), block_size=longest) for name in k.shape}
     if k.network:
         networks = {Path(k.network).name: None}
     keep_freed_memory()
@@ -350,11 +329,11 @@ def main():
     print(f"measure  {k.mode}, {shape}; {k.processes} processes of each, {k.iters} rounds each, "
           f"{k.clock} time, {torch.get_num_threads()} threads\n")  # fmt: skip
     figures = []
-    for title, shape in networks.items():
+    for title, config in networks.items():
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(k.network or temporary)
-            if shape:
-                write_checkpoint(folder, *shape, k.seed)
+            if config:
+                write_checkpoint(folder, config, k.seed)
             compare(k, folder)
             rows = measure(k, title, folder)
         print_table(k, title, rows)

@@ -25,7 +25,7 @@ from nanonorm.tables import markdown
 from nanonorm.timing import take_turns
 from nanonorm.typed import Count
 from scripts.speed.parts import Parts, make_step
-from scripts.speed.peers import Peers, llama_of, train_hf, write_checkpoint
+from scripts.speed.peers import Peers, train_hf, write_checkpoint
 from scripts.speed.tables import Shape
 
 KINDS = {  # kind -> how its operators' names begin, after "aten::"; what matches none is element-wise
@@ -58,7 +58,7 @@ def step_of(k: Where, who: str, width: int):
         keep_freed_memory()
         return make_step(Parts(**shape, dtype=dtype), width, norm=who)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), *llama_of(k, width), seed=0)
+        write_checkpoint(Path(folder), k.config(width), seed=0)
         return train_hf(Peers(**shape), Path(folder), dtype, "")
 
 
