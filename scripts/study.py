@@ -28,7 +28,8 @@ this checkout", with {names} in the words, and beside it
 
 Names that are always there: {out}, the folder for tables and figures, {runs} and {data}, and with --try
 {text}, a folder of this project's own text, of which {data}/toy is prepared. A run that fails does not keep
-its sweep, or the next step, from going on; any other step that fails ends the study.
+its sweep, or the next step, from going on; any other step that fails ends the study. A word with a star in a
+command that matches no path is said and left out: of a study that is done in part not every run is there.
 """
 
 import glob
@@ -229,8 +230,8 @@ class Study:
         self.forget_what_follows(step)
         for path in filter(None, (step.makes, step.stdout)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        script, *words = itertools.chain(*(matches(word) for word in step.words))
         say(shlex.join(["python", *step.words]))
+        script, *words = itertools.chain(*(matches(word) for word in step.words))
         done = subprocess.run(
             [sys.executable, str(ROOT / script), *words],
             cwd=step.within, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
@@ -244,7 +245,7 @@ class Study:
         print(said, end="", flush=True)
         text = "".join(line for line in said.splitlines(True) if not line.startswith("{"))
         self.record[step.key] = {"words": step.words, "said": text}
-        self.write_record()
+        write_json(self.path, self.record, indent=1)
         if step.stdout:  # steps that share the file follow each other in it
             keys = [s.key for s in self.steps if s.stdout == step.stdout and s.key in self.record]
             with atomic_write(step.stdout, "w") as f:
@@ -256,15 +257,15 @@ class Study:
         for later in self.steps[at + 1 :]:
             if later.stdout is None or later.stdout != step.stdout:
                 self.record.pop(later.key, None)
-        self.write_record()
-
-    def write_record(self):
         write_json(self.path, self.record, indent=1)
 
 
 def matches(word: str) -> list[str]:
-    """The paths that a word with a star in it stands for; any other word is itself."""
-    return sorted(glob.glob(word)) if "*" in word else [word]
+    """The paths that a word with a star in it stands for, which may be none; any other word is itself."""
+    found = sorted(glob.glob(word)) if "*" in word else [word]
+    if not found:
+        say(f"nothing matches {word}: what this step makes is made without it")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -283,12 +284,6 @@ def read_command(argv: list[str]) -> tuple[StudyKnobs, list[str], dict[str, str]
     return k, names, given
 
 
-def print_studies():
-    for name in names_of_studies():
-        study = load(name)
-        print(f"{name}\n    {study['question']}\n    {study['about']}")
-
-
 def toy_text(folder: Path):
     """Text of this project to rehearse on, as a folder of stories is laid out."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,7 +297,9 @@ def toy_text(folder: Path):
 def main() -> int:
     k, names, given = read_command(sys.argv[1:])
     if not names:
-        print_studies()
+        for name in names_of_studies():
+            study = load(name)
+            print(f"{name}\n    {study['question']}\n    {study['about']}")
         return 0
     study, fixed = load(names[0]), {"runs": "out", "data": str(ROOT / "data")}
     with ExitStack() as stack:

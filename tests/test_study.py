@@ -203,6 +203,20 @@ run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
     assert not (tmp_path / "b").exists()
 
 
+def test_a_star_that_matches_nothing_is_said(command, tmp_path, capsys):
+    toy = f"""
+[[steps]]
+makes = "{tmp_path}/b"
+run = "{JOIN} {tmp_path}/b {tmp_path}/*.toml {tmp_path}/*.toml {tmp_path}/*.txt"
+"""
+    without = f"study.py: nothing matches {tmp_path}/*.txt: what this step makes is made without it"
+    assert command("toy", "--try", toy=toy) == 0 and (tmp_path / "b").exists()
+    assert [line for line in capsys.readouterr().err.splitlines() if "nothing matches" in line] == [without]
+    (tmp_path / "x.txt").write_text("x")
+    assert command("toy", "--try", toy=toy) == 0 and (tmp_path / "b").read_text().endswith("x")
+    assert "nothing matches" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bad, ends", [(0, 0), (2, 1)])
 def test_a_run_that_fails_keeps_no_next_step_from_its_work(bad, ends, command, tmp_path, monkeypatch):
     toy = f"""
