@@ -19,7 +19,6 @@ folder: model.pt, the tokenizer, couple.md with the same tables, couple.json wit
 (needs matplotlib).
 """
 
-import json
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from begin import begun_from  # not found? pip install -e .
+from begin import begun_from, untapered  # not found? pip install -e .
 from config import Config
-from data import corpus_folder, open_corpus, refuse_other_tokens
+from data import corpus_folder, open_corpus, refuse_other_tokens, write_tokenizer
 from data.sampling import windows
 from data.tokenizer import load_tokenizer
 from forms import config_of
@@ -41,7 +40,7 @@ from model import RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergences
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.files import atomic_write, phase_and_gates, write_file
+from nanonorm.files import phase_and_gates, write_file, write_json
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown
@@ -153,13 +152,6 @@ def coupled(file: dict, path: Path, keep: int, numbers) -> Transformer:
     return begun_from({**file, "state": state}, config, path)
 
 
-def plain(file: dict, path: Path) -> Transformer:
-    """The network itself, before any taper. Raises: BadInput, ModelError."""
-    asked = Config(taper="none", block_size=config_of(file, path).block_size)
-    config = asked.started_from(file, {"block_size", "taper", "aux_weight"}, str(path)).model_config()
-    return begun_from(file, config, path)
-
-
 @contextmanager
 def progress(label: str, networks: list[Transformer], tokens: int):
     """A bar that moves with every batch that one of `networks` reads."""
@@ -269,7 +261,7 @@ def main():
     with whole_folder(Path(cfg.out).resolve()) as folder:
         figures = Figures(folder)  # asks for matplotlib now, and not after minutes
         file["state"] = {name: t.to(device) for name, t in file["state"].items()}
-        network = plain(file, path).to(device)
+        network = untapered(file, path, base.block_size, base.sink_token).to(device)
         apart = corpus.get("block_size", 1)
         starts = spread_starts(len(train), T, cfg.tokens, apart)
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
@@ -292,14 +284,11 @@ def main():
         corpus_of = {"tokenizer_sha256": corpus["tokenizer_sha256"], "tokenizer": corpus["tokenizer"]}
         meta = {**student.meta, "corpus": student.meta.get("corpus", corpus_of), "coupled": how}
         write_file(student.to_file(meta), folder / "model.pt")
-        for name, content in load_tokenizer(data_folder / corpus["tokenizer"]).files.items():
-            with atomic_write(folder / name) as f:
-                f.write(content)
+        write_tokenizer(folder, load_tokenizer(data_folder / corpus["tokenizer"]), again=False)
         settings = " ".join(f"{k}={v}" for k, v in asdict(cfg).items())
         shown = draw(figures, rms, own, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
-        with atomic_write(folder / "couple.json", "w") as f:
-            f.write(json.dumps(as_json(rms, own, found, choice), indent=1) + "\n")
+        write_json(folder / "couple.json", as_json(rms, own, found, choice), indent=1)
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
     print(f"wrote {cfg.out}\nnext: {distil}")
 

@@ -121,10 +121,7 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Planned
     return list(runs.values())
 
 
-@lru_cache(1)
-def weights(name: str) -> tuple[dict, Path]:
-    """What all runs of a grid start from, as given_weights has it."""
-    return given_weights(name)
+weights = lru_cache(1)(given_weights)  # what all runs of a grid start from
 
 
 def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str], named: list[str]):

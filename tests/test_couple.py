@@ -14,6 +14,7 @@ from running import flags, refused, train
 from test_distill import every_family, student_of, teacher_of
 from tqdm import tqdm
 
+from begin import untapered
 from forms import fold, load_model
 from model import CoupledBlock, Transformer
 from nanonorm.cache import KVCache
@@ -240,7 +241,7 @@ def test_alphas_are_fitted_to_the_kl(corpus, tmp_path, capsys):
     assert [(row["kept"], row["way"]) for row in rows] == [(kept, way) for kept, ways in made for way in ways]
     assert "(choices.png)" in (out / "choices.md").read_text() and (out / "choices.png").exists()
     file, path = open_model(base)
-    network, (idx,) = alphas.plain(file, path).eval(), [tokens(4, 32, vocab=400)]
+    network, idx = untapered(file, path, block_size=32), tokens(4, 32, vocab=400)
     start = torch.tensor([[0.5, 2.0], [0.0, 0.0]])
     how = alphas.Knobs(steps=20, rate=0.1)
     found = alphas.kl_numbers(file, path, network, start, "each", [idx] * 20, how)

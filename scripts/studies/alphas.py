@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from data import corpus_folder, open_corpus  # not found? pip install -e .
+from begin import untapered  # not found? pip install -e .
+from data import corpus_folder, open_corpus
 from data.sampling import windows
+from forms import config_of
 from model import RMSNorm
 from nanonorm.cli import parse
 from nanonorm.divergence import divergences
@@ -29,7 +31,7 @@ from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Whole
-from scripts.couple import coupled, measure, plain, spread_starts
+from scripts.couple import coupled, measure, spread_starts
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
 
@@ -168,7 +170,8 @@ def main():
     keep_freed_memory()
     figures = Figures(k.out)
     file, path = given_weights(words[0])
-    network = plain(file, path).eval().requires_grad_(False)
+    base = config_of(file, path)
+    network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
     meta, train, val = open_corpus(corpus_folder(k.data), k.window)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)
