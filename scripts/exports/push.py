@@ -1,6 +1,5 @@
 """--push=USER/NAME: an export goes to the Hugging Face hub, as a repository that was not there before."""
 
-import re
 from pathlib import Path
 
 from nanonorm.errors import BadInput
@@ -19,16 +18,11 @@ def check(name: str):
         raise BadInput(f"--push={name} lacks the account: --push=USER/NAME")
     if hub.get_token() is None:
         raise BadInput("--push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
-    api = hub.HfApi()
-    try:
-        api.model_info(name, timeout=HUB_TIMEOUT_S)
-    except hub.errors.RepositoryNotFoundError:
-        asked(name, api.whoami)
-    except Exception as e:  # its type depends on the client's version and on the network in between
-        raise refusal(name, e) from None
-    else:
+    api, none = hub.HfApi(), hub.errors.RepositoryNotFoundError
+    if asked(name, api.model_info, none, repo_id=name, timeout=HUB_TIMEOUT_S) is not None:
         remedy = "name another, or update it yourself: hf upload USER/NAME DIR"
         raise BadInput(f"--push={name} is on the hub already; {remedy}")
+    asked(name, api.whoami)
 
 
 def push(folder: Path, name: str, private: bool) -> str:
@@ -39,14 +33,12 @@ def push(folder: Path, name: str, private: bool) -> str:
     return str(url)
 
 
-def asked(name: str, question, **more):
-    """What the hub answers. Raises: BadInput."""
+def asked(name: str, question, none=(), **more):
+    """What the hub answers, or None for an error that is `none`. Raises: BadInput for any other."""
     try:
         return question(**more)
-    except Exception as e:
-        raise refusal(name, e) from None
-
-
-def refusal(name: str, e: Exception) -> BadInput:
-    said = re.sub(r"\s+", " ", str(e)).strip()
-    return BadInput(f"--push={name}: the Hugging Face hub does not take it ({type(e).__name__}: {said:.200})")
+    except none:
+        return None
+    except Exception as e:  # its type depends on the client's version and on the network in between
+        said = f"{type(e).__name__}: {' '.join(str(e).split()):.200}"
+        raise BadInput(f"--push={name}: the Hugging Face hub does not take it ({said})") from None

@@ -38,27 +38,20 @@ NAMES = {  # of the hub's models (the last part of the id), and of our runs: con
 }
 
 
-def table() -> dict[tuple[str, str], dict[str, float]]:
-    """(size, method) -> {set: mean cross-entropy}"""
-    rows = (line.split() for line in ROWS.strip().splitlines())
-    return {(size, method): dict(zip(SETS, map(float, ces), strict=True)) for size, method, *ces in rows}
-
-
-PAPER = table()
-
-
-def known() -> dict[str, tuple[str, str]]:
-    """Name of a model, in small letters -> (size, method)"""
-    ways = ("original", "vanilla", "fakeln")
-    theirs = {
-        n.lower(): (size, way) for size, names in NAMES.items() for n, way in zip(names, ways, strict=True)
-    }
-    return theirs | {f"gpt2_{size}_{method}": (size, method) for size, method in PAPER}
+PAPER = {  # (size, method) -> {set: mean cross-entropy}
+    (size, method): dict(zip(SETS, map(float, ces), strict=True))
+    for size, method, *ces in map(str.split, ROWS.strip().splitlines())
+}
+# a model's name, in small letters -> (size, method)
+KNOWN = {f"gpt2_{size}_{method}": (size, method) for size, method in PAPER}
+for size, names in NAMES.items():
+    for name, method in zip(names, ("original", "vanilla", "fakeln"), strict=True):
+        KNOWN[name.lower()] = (size, method)
 
 
 def row_of(name: str, layers: int | None, width: int | None) -> tuple[str, str] | None:
     """(size, method) of a model by what it is called, if it also has that size's shape."""
-    row = known().get(name.lower())
+    row = KNOWN.get(name.lower())
     return row if row is not None and SIZES[row[0]] == (layers, width) else None
 
 
