@@ -8,9 +8,10 @@ import sys
 import time
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
-from conftest import batch, refuses, state_of, tiny
+from conftest import batch, state_of, tiny
 from running import ROOT, exit_status, said_by, train
 
 from config import Config
@@ -123,14 +124,20 @@ def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     assert len(list(tmp_path.glob("*.onnx"))) == (4 if runtime in ("onnxruntime", "openvino") else 0)
 
 
-def test_graphs_that_are_kept_are_of_one_shape(tmp_path):
-    runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3), tmp_path)
-    runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3, rounds=1), tmp_path)
-    with refuses(f"the graphs in {tmp_path} are of --new_tokens=3; give that, or name another --keep"):
-        runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=4), tmp_path)
-    (tmp_path / "settings.json").replace(tmp_path / "without.onnx")  # a graph of nobody knows what
-    with refuses("are of --n_layer=unknown"):
-        runtimes.refuse_other_graphs(runtimes.Runtimes(new_tokens=3), tmp_path)
+def test_graphs_that_are_kept_are_of_one_shape(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runtimes, "timed", lambda k, *_: {name: np.ones((2, 2)) for name in k.networks})
+
+    def status(*flags) -> int:
+        how = ["--runtimes=torch", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32", *flags]
+        return exit_status(runtimes.main, "scripts/speed/runtimes.py", "--seq=8", *how)
+
+    assert status("--new_tokens=4") == 0 and status("--new_tokens=3") == 0  # nothing is kept yet
+    (tmp_path / "without.onnx").touch()
+    assert status("--new_tokens=3", "--rounds=1") == 0 and status("--new_tokens=4") == 2
+    said = f"{tmp_path} was begun with new_tokens=3, not 4; give that, or name another --keep"
+    assert said in capsys.readouterr().err
+    (tmp_path / "settings.json").unlink()  # a graph of nobody knows what
+    assert status("--new_tokens=3") == 2 and "begun with n_layer=unknown" in capsys.readouterr().err
 
 
 def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():

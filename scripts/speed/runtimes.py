@@ -29,14 +29,13 @@ from model import CoupledBlock, ModelConfig, Transformer
 from nanonorm import kernels
 from nanonorm.cache import KVCache
 from nanonorm.cli import parse_flags
-from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import json_object, write_json
+from nanonorm.errors import one_line_errors
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns
 from nanonorm.typed import Count, Whole
 from scripts.exports import needed
-from scripts.speed.tables import in_words
+from scripts.speed.tables import in_words, refuse_other_settings
 
 NETWORKS = {  # name -> norm, taper, form
     "with norms": ("rmsnorm", "none", "trained"),
@@ -216,23 +215,13 @@ def timed(k: Runtimes, runtime: str, folder: Path, expected: dict) -> dict[str, 
     return {name: np.array(t) for name, t in times.items()}
 
 
-def refuse_other_graphs(k: Runtimes, folder: Path):
-    """What graphs depend on stands in KEEP/settings.json. Raises: BadInput."""
-    path = folder / "settings.json"
-    asked = {knob: getattr(k, knob) for knob in (*SHAPE, "seq", "new_tokens", "seed")}
-    made = json_object(path.read_bytes()) if path.exists() else {}
-    made = made if any(folder.iterdir()) else asked
-    if wrong := [f"--{knob}={made.get(knob, 'unknown')}" for knob in asked if made.get(knob) != asked[knob]]:
-        raise BadInput(f"the graphs in {folder} are of {wrong[0]}; give that, or name another --keep")
-    write_json(path, asked)
-
-
 def main():
     k, _ = parse_flags(Runtimes, __doc__)
     with ExitStack() as held:
         folder = Path(k.keep or held.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        refuse_other_graphs(k, folder)
+        of_graphs = {knob: getattr(k, knob) for knob in (*SHAPE, "seq", "new_tokens", "seed")}
+        refuse_other_settings(folder, of_graphs, "--keep")
         expected = {}
         for name in k.networks:
             path = folder / f"{name}.onnx"

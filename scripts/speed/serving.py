@@ -32,11 +32,12 @@ from bench import hardware, with_norm
 from forms import config_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, json_object, write_file, write_json
+from nanonorm.files import ROOT, write_file
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, report_folder
 from nanonorm.typed import Count, Whole
 from scripts.convert import Convert, exported
+from scripts.speed.tables import refuse_other_settings
 
 
 class Contestant(NamedTuple):
@@ -80,20 +81,6 @@ class Serving:
     threads: Count = 2
     most: Whole = 0  # processes that are started now; 0: all that are left
     seed: Whole = 1337  # of prompts and order
-
-
-def refuse_other_settings(k: Serving, source: str, out: Path):
-    """What a row depends on stands in OUT/settings.json from the first start on. Raises: BadInput."""
-    path, where = out / "settings.json", Path(source)
-    asked = {"PATH": str(where.resolve()) if where.exists() else source}  # else a hub id
-    asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}
-    if {each.name for each in out.iterdir()} <= {path.name}:  # nothing is made yet
-        write_json(path, asked)
-    begun = json_object(path.read_bytes()) if path.exists() else {}
-    for knob, value in json.loads(json.dumps(asked)).items():  # lists for tuples
-        if begun.get(knob) != value:
-            said = f"{out} was begun with {knob}={begun.get(knob, 'unknown')}, not {value}"
-            raise BadInput(f"{said}; give that, or name another --out")
 
 
 def make_network(source: str, name: str, path: Path):
@@ -196,8 +183,10 @@ def main():
     k, _, words = parse(Serving, sys.argv[1:], usage=__doc__)
     if len(words) != 1 or k.out is None:
         raise BadInput("name a network and a folder: python scripts/speed/serving.py PATH --out=DIR")
-    out = report_folder(k.out)
-    refuse_other_settings(k, words[0], out)
+    out, where = report_folder(k.out), Path(words[0])
+    asked = {"PATH": str(where.resolve()) if where.exists() else words[0]}  # else a hub id
+    asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}
+    refuse_other_settings(out, asked, "--out")
     folders = {name: export_of(words[0], CONTESTANTS[name], out) for name in k.who}
     path, started = out / "serving.csv", 0
     for turn in range(k.processes):

@@ -1,16 +1,20 @@
-"""What the tables of speed share: the shape of the networks, and a table of steps.
+"""What the tables of speed share: the shape of the networks, a table of steps, a folder to go on in.
 
 Steps take turns (nanonorm/timing.py): whatever the machine does meanwhile falls on all. So a ratio of two
 times of the same round is worth having; a millisecond alone is not.
 """
 
+import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from model import ModelConfig
+from nanonorm.errors import BadInput
+from nanonorm.files import json_object, write_json
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, tensor_peak, time_rounds
 from nanonorm.typed import Count
@@ -30,6 +34,19 @@ class Shape:
         """Raises: ModelError."""
         shape = dict(vocab_size=self.vocab_size, block_size=self.block_size, n_layer=self.n_layer)
         return ModelConfig(**shape, n_head=self.n_head, n_embd=width, **knobs)
+
+
+def refuse_other_settings(folder: Path, asked: dict, flag: str):
+    """What a folder's files depend on stands in its settings.json from the first start on. flag: what names
+    the folder. Raises: BadInput."""
+    path = folder / "settings.json"
+    if {each.name for each in folder.iterdir()} <= {path.name}:  # nothing is made yet
+        write_json(path, asked)
+    begun = json_object(path.read_bytes()) if path.exists() else {}
+    for knob, value in json.loads(json.dumps(asked)).items():  # lists for tuples
+        if begun.get(knob) != value:
+            said = f"{folder} was begun with {knob}={begun.get(knob, 'unknown')}, not {value}"
+            raise BadInput(f"{said}; give that, or name another {flag}")
 
 
 def in_words(ratio: tuple[float, float, float], digits: int = 3) -> str:
