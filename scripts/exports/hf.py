@@ -90,11 +90,6 @@ def nearest(c: ModelConfig) -> tuple[str, dict]:
     return name, twin
 
 
-def sink_shape(c: dict) -> tuple[int, int, int]:
-    """Of the sink's keys in a layer."""
-    return c["n_kv_head"], 1, c["head_dim"]
-
-
 def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
     """The names of tensors of ours -> what each is made of. Where theirs has no place for a bias, or for what
     else stands beside a weight, it stands beside theirs."""
@@ -103,7 +98,8 @@ def names_for(family: type[Family], twin: dict, ours) -> dict[str, list[Piece]]:
     for name in ours:
         if name in SINK:
             writers = [pieces[f"blocks.{i}.attn.proj.weight"][0].name for i in range(twin["n_layer"])]
-            theirs, shape = [writer.rsplit(".", 2)[0] for writer in writers], (1, *sink_shape(twin))
+            shape = (1, twin["n_kv_head"], 1, twin["head_dim"])
+            theirs = [writer.rsplit(".", 2)[0] for writer in writers]
             found[name] = [Piece(f"{attention}.{name}", shape, False) for attention in theirs]
             continue
         stem, _, leaf = name.rpartition(".")
@@ -222,7 +218,7 @@ def write(job: Job) -> dict:
         "modules": starred(modules, c.n_layer),
         "coupled_grad": c.coupled_grad,
         "coupled_floor": c.coupled_floor,
-        "sink": sink_shape(twin) if sunk else None,
+        "sink": (twin["n_kv_head"], 1, twin["head_dim"]) if sunk else None,  # the shape of a layer's keys
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }
