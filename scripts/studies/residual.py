@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from data import corpus_folder, open_corpus
-from forms import load_model
+from forms import from_file
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.run import given_weights
 from nanonorm.stats import spread
 from nanonorm.tables import markdown
 from scripts.studies.runs import FinishedRun, Unusable
@@ -43,13 +44,11 @@ def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
     windows from all of the validation split at gate 0, from the last checkpoint. Raises: Unusable."""
     corpus = corpus_folder(run.settings["dataset"])
     length = run.settings["block_size"] - (run.settings.get("sink_token") is not None)
-    files = [run.folder / name for name in ("ckpt.pt", "unfused.pt", "model.pt")]
-    there = [path for path in files if path.exists()]
     try:
         meta, _, val = open_corpus(corpus, length)
         if meta["tokenizer_sha256"] != run.head["corpus"]["tokenizer_sha256"]:
             raise Unusable(f"{corpus.name} is another corpus than the run's")
-        model = load_model((there or files)[0])
+        model = from_file(*given_weights(str(run.folder)))
     except (BadInput, ModelError) as e:
         raise Unusable(str(e)) from None
     starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
