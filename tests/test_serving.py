@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from contextlib import suppress
 
 import pytest
 from conftest import refuses, tiny
@@ -81,28 +82,33 @@ def test_networks_without_norms_are_made_of_one_that_has_them(source, tmp_path):
 
 @pytest.fixture
 def serve(source, tmp_path, monkeypatch):
-    """A function that runs the command, but times nothing; returns what a process was started for."""
-    given, asked = source("rmsnorm"), []
+    """A function that runs the command, but times nothing, and stops it by Ctrl-C after `most` processes;
+    returns what they were started for."""
+    given = source("rmsnorm")
 
-    def seconds_of(k, contestant, folder):
-        assert json.loads((folder / "nanonorm.json").read_text())["to"] == contestant.to
-        asked.append(contestant)
-        return {size: [1.0 / size] * k.rounds for size in k.batch}
+    def run(*flags, path=given, most=99):
+        asked = []
 
-    def run(*flags, path=given):
-        asked.clear()
+        def seconds_of(k, contestant, folder):
+            assert json.loads((folder / "nanonorm.json").read_text())["to"] == contestant.to
+            if len(asked) == most:
+                raise KeyboardInterrupt
+            asked.append(contestant)
+            return {size: [1.0 / size] * k.rounds for size in k.batch}
+
+        monkeypatch.setattr(serving, "seconds_of", seconds_of)
         command = ["serving.py", path, f"--out={tmp_path / 'out'}", "--who=none,coupled", "--batch=1,2"]
         monkeypatch.setattr("sys.argv", list(map(str, [*command, *flags])))
-        serving.main()
-        return [*asked]
+        with suppress(KeyboardInterrupt):
+            serving.main()
+        return asked
 
-    monkeypatch.setattr(serving, "seconds_of", seconds_of)
     return run
 
 
 def test_it_goes_on_where_it_was_stopped(serve, tmp_path, capsys):
     """Whatever was timed is timed once, and the table is printed in the end."""
-    whole = serve("--processes=3", "--most=4") + serve("--processes=3", "--most=1")
+    whole = serve("--processes=3", most=4) + serve("--processes=3", most=1)
     assert len(whole) == 5 and "tok/s" not in capsys.readouterr().out
     whole += serve("--processes=3")
     assert sorted(whole) == sorted([serving.CONTESTANTS[name] for name in ("none", "coupled")] * 3)
@@ -116,7 +122,7 @@ def test_a_folder_has_rows_of_the_same_settings(serve, source, tmp_path):
     out = tmp_path / "out"
     with refuses("norm=layernorm"):  # nothing is made yet, so another start may differ
         serve("--seed=1", path=source("layernorm", "other.pt"))
-    serve("--most=1")
+    serve(most=1)
     kept = (out / "serving.csv").read_text()
     for flag in ("--batch=2", "--prompt=8", "--new_tokens=8", "--rounds=1", "--threads=1", "--seed=1"):
         with refuses(f"{out} was begun with {flag.partition('=')[0]}="):

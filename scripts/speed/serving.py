@@ -9,9 +9,9 @@ one. scripts/convert.py exports them, which proves each export.
 
 A contestant is a process: a warm-up of each batch, then --rounds of each. They take turns in a fresh order,
 for --processes turns. OUT/serving.csv gets a line for each round; the command, given again, goes on where it
-was stopped, and --most ends it after so many processes. Other settings need another OUT. A ratio is the
-median over turns of the contestant's tok/s (of its best round) over the reference's of the same turn, with
-the smallest and the largest. tok/s counts new tokens, and the time of the prompts is in it.
+was stopped. Other settings need another OUT. A ratio is the median over turns of the contestant's tok/s (of
+its best round) over the reference's of the same turn, with the smallest and the largest. tok/s counts new
+tokens, and the time of the prompts is in it.
 """
 
 import csv
@@ -79,7 +79,6 @@ class Serving:
     rounds: Count = 2  # of each batch, timed, in each process
     processes: Count = 3  # turns
     threads: Count = 2
-    most: Whole = 0  # processes that are started now; 0: all that are left
     seed: Whole = 1337  # of prompts and order
 
 
@@ -188,16 +187,13 @@ def main():
     asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}
     refuse_other_settings(out, asked, "--out")
     folders = {name: export_of(words[0], CONTESTANTS[name], out) for name in k.who}
-    path, started = out / "serving.csv", 0
+    path = out / "serving.csv"
     for turn in range(k.processes):
         for name in random.Random(k.seed + turn).sample(k.who, len(k.who)):
             mode = k.mode if CONTESTANTS[name].engine == "vllm" else "as it comes"
             key = (mode, name, str(turn))
             if key in {tuple(row[c] for c in COLUMNS[:3]) for row in read_rows(path)}:
                 continue
-            if k.most and started == k.most:
-                return
-            started += 1
             found = seconds_of(k, CONTESTANTS[name], folders[name])
             lines = [] if path.exists() else [COLUMNS]
             for size, seconds in found.items():
