@@ -40,12 +40,13 @@ def smooth(values, width: int):
 
 
 def shades(colours: list[str]) -> list[str]:
-    """The colours, where one comes again as a mix of it with white; of a light one, with black."""
+    """The colours, where one comes again as a mix of it with black, which is seen on white; of a dark one,
+    with white."""
     found = []
     for i, colour in enumerate(colours):
         rgb = np.array(list(bytes.fromhex(colour[1:])))
-        mixed = 0.7 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
-        other = 255 if rgb @ (0.3, 0.59, 0.11) < 140 else 0
+        mixed = 0.6 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
+        other = 255 if rgb @ (0.3, 0.59, 0.11) < 70 else 0
         found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
     return found
 

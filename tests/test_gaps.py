@@ -15,8 +15,10 @@ pytest.importorskip("matplotlib")
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
+from nanonorm.plots import shades
 from nanonorm.stats import T95, interval
 from scripts.studies import gaps
+from scripts.studies.figures import STYLE
 from scripts.studies.runs import FinishedRun
 
 
@@ -209,7 +211,7 @@ def test_what_makes_no_sense_is_refused(flags, said, monkeypatch, tmp_path):
 
 def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     """CoupledNorm costs 2, 3, 4%; with a GELU there are two pairs."""
-    (ax,), _ = report(monkeypatch, tmp_path, grid(), "--by=mlp")
+    (ax, losses), _ = report(monkeypatch, tmp_path, grid(), "--by=mlp")
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=False (n=2-3)"]
     (gelu, swiglu), y = line.lines[0].get_data()
     (bar,), half = bars_of(line), 4.303 / np.sqrt(3)
@@ -217,7 +219,50 @@ def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     assert list(y) == pytest.approx([0, 3]) and ax.get_yscale() == "linear"
     dots = {xs[0]: list(ys) for xs, ys in (d.get_data() for d in ax.lines if d.get_marker() == ".")}
     assert dots[swiglu] == pytest.approx([2, 3, 4]) and dots[gelu] == pytest.approx([0, 0])
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["mlp=gelu", "mlp=swiglu"]
+    assert [label.get_text() for label in losses.get_xticklabels()] == ["mlp=gelu", "mlp=swiglu"]
+    assert losses.get_ylabel() == "val/loss, nats" and len(losses.containers) == 3
+    base = {line.get_label(): line for line in losses.containers}["baseline (n=2-3)"]
+    assert list(base.lines[0].get_ydata()) == pytest.approx([3.5, 5]) and not bars_of(base)
+
+
+def test_no_dot_lies_under_another_setting(monkeypatch, tmp_path):
+    """Dots have their setting's colour and stand right of its mean and left of the next one's."""
+    from matplotlib.colors import to_hex
+
+    panels, _ = report(monkeypatch, tmp_path, rates(1e-3, 3e-3, 1e-2), "--against=learning_rate")
+    for ax in panels:
+        ax.figure.canvas.draw()
+        means = {to_hex(c.lines[0].get_color()): ax.transData.transform(c.lines[0].get_xydata())[:, 0]
+                 for c in ax.containers}  # fmt: skip
+        every = np.concatenate(list(means.values()))
+        dots = [line for line in ax.lines if line.get_marker() == "."]
+        assert len(dots) == len(every) >= 3
+        for line in dots:
+            at = line.get_transform().transform(line.get_xydata())[0, 0]
+            assert every[every < at].max() in means[to_hex(line.get_color())]
+
+
+def test_a_lone_group_has_no_tick_and_a_tuple_reads_as_a_list(monkeypatch, tmp_path):
+    runs = [run("rmsnorm", 1, 3.0), run("layernorm", 1, 3.1)]
+    runs += [run("dyt", 1, 3.2, dyt_alpha=alpha) for alpha in ((2.0, 0.5, 2.05), (1.0, 1.0, 1.0))]
+    for made in runs[2:]:
+        made.point["dyt_alpha"] = made.settings["dyt_alpha"]
+    (ax, _), page = report(monkeypatch, tmp_path, runs)
+    assert not len(ax.get_xticks())
+    labels = [line.get_label() for line in ax.containers]
+    assert {"dyt dyt_alpha=2,0.5,2.05 (n=1)", "dyt dyt_alpha=1,1,1 (n=1)"} <= set(labels)
+    assert "dyt dyt_alpha=(2.0, 0.5, 2.05)" in page
+
+
+def test_shades_differ_and_show_on_white():
+    def lightness(colour):
+        c = np.frombuffer(bytes.fromhex(colour[1:]), np.uint8) / 255
+        return np.where(c <= 0.04, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+
+    for colour, n in product(dict.fromkeys(colour for colour, _ in STYLE.values()), (2, 3)):
+        found = shades([colour] * n)
+        assert found[0] == colour and len(set(found)) == n
+        assert all(1.05 / (lightness(shade) + 0.05) > 2.1 for shade in found)  # WCAG's contrast
 
 
 def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_path):
@@ -225,14 +270,18 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
     runs = grid("swiglu")
     (lost,) = (made for made in runs if made.settings["coupled_grad"] and made.seed == 2)
     lost.lines[-1]["val/loss"] *= 1.3
-    (ax,), page = report(monkeypatch, tmp_path, runs, "--by=mlp")
-    assert "more than 10% behind" in page and ax.get_yscale() == "linear" and ax.get_ylim()[1] < 6
+    (ax, losses), page = report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert "more than 10% behind" in page and ax.get_yscale() == "linear" and ax.get_ylim()[1] < 8
     assert [text.get_text() for text in ax.texts] == ["\u2191\n+31"]
+    assert [text.get_text() for text in losses.texts] == [f"\u2191\n{5 * 1.01 * 1.3:.2f}"]
+    of = {line.get_label(): line for line in losses.containers}["coupled coupled_grad=True (n=3)"].lines[0]
+    near = {d.get_color(): list(d.get_ydata()) for d in losses.lines if d.get_marker() == "."}
+    assert math.isnan(of.get_ydata()[0]) and near[of.get_color()] == pytest.approx([4.04, 6.06])
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
     assert math.isnan(line.lines[0].get_ydata()[0]) and not bars_of(line)
     dots = {tuple(d.get_xdata()): list(d.get_ydata()) for d in ax.lines if d.get_marker() == "."}
     assert dots[(line.lines[0].get_xdata()[0],) * 2] == pytest.approx([1, 1])
-    (ax,), _ = report(monkeypatch, tmp_path, runs, "--by=mlp", "--far=40")
+    (ax, _), _ = report(monkeypatch, tmp_path, runs, "--by=mlp", "--far=40")
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
     assert not ax.texts and line.lines[0].get_ydata()[0] == pytest.approx((1 + 1 + 31.3) / 3)
 

@@ -103,22 +103,25 @@ class Figures:
         for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
-    def dots(self, ax, at: list, values: list[list], bars=True, beyond=math.inf, **look):
-        """Several values at each place: a dot each, their mean, hollow of one or two, and of three or more
-        the 95% interval. A value beyond `beyond` is written at the upper edge, and its place has no mean."""
-        found = [interval(several if max(several) <= beyond else []) for several in values]
+    def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, bars=True, **look):
+        """Several values at each place, and those that are far: the mean, hollow of one or two, of three or
+        more with its 95% interval, and each value as a dot to the right. What is far is written at the upper
+        edge in the form, and its place has no mean."""
+        found = [interval([] if far else near) for near, far in values]
         half = [i.half if bars and i.n > 2 else math.nan for i in found]
         ax.errorbar(at, [i.mean for i in found], yerr=half, **look)
         few = [i.mean if i.n < 3 else math.nan for i in found]
         ax.plot(at, few, **{name: look[name] for name in ("color", "marker", "markersize")}, **HOLLOW)
-        dots = {"linestyle": "none", "marker": ".", "color": "#000000", "markersize": 2.5, "zorder": 3}
-        for place, several in zip(at, values, strict=True):
-            near = [value for value in several if value <= beyond]
-            ax.plot([place] * len(near), near, **dots)
-            far = "\n".join(f"{value:+.0f}" for value in sorted(set(several) - set(near), reverse=True))
+        beside = self.plt.matplotlib.transforms.ScaledTranslation(3.5 / 72, 0, ax.figure.dpi_scale_trans)
+        dots = {"linestyle": "none", "marker": ".", "color": look["color"], "markersize": 5, "zorder": 3}
+        dots |= {"markeredgecolor": "#FFFFFF", "markeredgewidth": 0.3}
+        for place, (near, far) in zip(at, values, strict=True):
+            for drawn in ax.plot([place] * len(near), near, **dots):
+                drawn.set_transform(drawn.get_transform() + beside)
             if far:
                 edge = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 7}
-                ax.annotate(f"\u2191\n{far}", (place, 1), color=look["color"], **edge)
+                text = "\n".join(["\u2191", *(format(value, form) for value in sorted(far, reverse=True))])
+                ax.annotate(text, (place, 1), color=look["color"], **edge)
 
     def panels(self, name: str, panels: list[Panel], rows: dict, variants, height=3.2) -> str:
         """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""

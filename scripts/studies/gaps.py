@@ -15,6 +15,7 @@ matplotlib.
 import csv
 import json
 import math
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -45,7 +46,7 @@ MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
 DRAWN = """A dot is a run or a pair of runs, a bar the interval of three pairs and more, a hollow mark the \
 mean of fewer. A line joins means over the same seeds. A run that is more than {far:g}% behind is written at \
-the edge of its panel, and its setting has no mean there and no place among the losses."""
+the edge of its panels, and its setting has no mean there."""
 
 
 @dataclass
@@ -88,6 +89,13 @@ class Cell:
     def values(self, y: str) -> dict[int, float]:
         """{seed: gap or loss}"""
         return self.gaps if y == "gap" else by_seed(self.runs)
+
+    def apart(self, y: str, far: float) -> tuple[list[float], list[float]]:
+        """(values, those of runs that are more than `far` % behind)"""
+        both = [], []
+        for seed, value in self.values(y).items():
+            both[self.gaps.get(seed, 0) > far].append(value)
+        return both
 
 
 def scales(knob: str, finished: list[FinishedRun]) -> bool:
@@ -207,20 +215,21 @@ def looks(found: list[Cell]) -> dict[str, dict]:
         counts = [len(cell.gaps) for cell in mine]
         counts = counts if any(counts) else [len(cell.runs) for cell in mine]
         n = "-".join(str(count) for count in sorted({min(counts), max(counts)}))
+        short = re.sub(r"\((.*?),?\)", lambda tuple_: re.sub(r"\.0\b|\s", "", tuple_[1]), name)
         marker = MARKERS[variant_index(name) % len(MARKERS)]
         look = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2}
-        drawn[name] = {"color": colour, "label": f"{name} (n={n})", **look}
+        drawn[name] = {"color": colour, "label": f"{short} (n={n})", **look}
     return drawn
 
 
 def draw(figures: Figures, found: list[Cell], k: Knobs):
     """The gaps over the values of --against, a panel a group; without it over the groups. Where the variant
-    that others are compared with has values of --against too, a row of panels below has the losses."""
-    found = [cell for cell in found if (cell.at is not None if k.against else cell.gaps)]
+    that others are compared with is there too, a row of panels below has the losses."""
+    found = [cell for cell in found if cell.at is not None or not k.against]
     groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
     rows = {"gap": f"gap to {k.to}\nof the same seed, %" + "\n(grey: the paper's)" * bool(k.band)}
     if any(cell.variant == k.to for cell in found):
-        rows["loss"] = "val/loss"
+        rows["loss"] = "val/loss, nats"
     titles = ["\n".join(f"{knob}={value}" for knob, value in zip(k.by, g, strict=True)) for g in groups]
     if not k.against:
         found = [replace(cell, group=(), at=groups.index(cell.group)) for cell in found]
@@ -230,8 +239,10 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     for panels, (y, label) in zip(axes, rows.items(), strict=True):
         panels[0].set_ylabel(label)
         for ax, group in zip(panels, groups, strict=True):
-            here = [cell for cell in found if cell.group == group]
-            draw_settings(figures, ax, here, drawn, y, k.far, joined=k.against is not None)
+            draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y, k)
+        if written := [text.get_text().count("\n") + 1 for ax in panels for text in ax.texts]:
+            low, high = ax.get_ylim()  # no dot where the edge is written on
+            ax.set_ylim(low, high + (high - low) * max(written) / 12)
     for ax, title in zip(axes[0], titles, strict=True):
         ax.axhline(0, color="#000000", linewidth=0.8)
         ax.set_title(title)
@@ -240,35 +251,34 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     for ax in axes[-1]:
         ax.set_xlabel(k.against or "")
     if not k.against:
+        names = names if len(names) > 1 else []  # what is everywhere the same tells nothing
         ax.set_xticks(range(len(names)), names)
-        ax.set_xlim(-0.5, len(names) - 0.5)
+        ax.set_xlim(-0.5, max(1, len(names)) - 0.5)
     figures.save(fig, "gaps", axes[-1, -1])
 
 
-def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, far: float, joined: bool):
-    """One panel of y, gap or loss; joined: neighbours with the same seeds are."""
+def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k: Knobs):
+    """One panel of y, gap or loss; over a knob neighbours of the same seeds are joined."""
     ticks = sorted({cell.at for cell in here})
-    low, high = ticks[0], ticks[-1]
-    span = high - low or 0.2 * high
-    trained = any(gap < far for cell in here for gap in cell.gaps.values())
-    beyond = far if trained and y == "gap" else math.inf
-    wide = 0 < 5 * low <= high
+    trained = any(gap < k.far for cell in here for gap in cell.gaps.values())
+    wide = 0 < 5 * ticks[0] <= ticks[-1]
+    along, back = (math.log, math.exp) if wide else (float, float)
+    span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
+    wanted = 0.05 * ax.get_gridspec().ncols if k.against else 0.12  # of the axis, a setting
+    room = min([wanted * span * len(drawn), *(0.9 * (along(b) - along(a)) for a, b in pairwise(ticks))])
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
-        mine = [cell for cell in mine if y == "gap" or max(cell.gaps.values(), default=0) <= far]
-        aside = (2 * i - len(drawn) + 1) / max(1, len(drawn) - 1)  # so that no bar hides another
-        reach = span / 50 if joined else 0.25
-        x = [v.at * (high / low) ** (aside / 50) if wide else v.at + aside * reach for v in mine]
-        values = [list(cell.values(y).values()) for cell in mine]
-        figures.dots(ax, x, values, bars=y == "gap", beyond=beyond, **look)
-        for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, values, strict=True)), strict=True):
-            line = [(at, sum(of) / len(of)) for at, of in ends if max(of) <= beyond]
-            if joined and a.values(y).keys() == b.values(y).keys():
-                ax.plot(*zip(*line, strict=True), color=look["color"], linewidth=1.0)
+        x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
+        values = [cell.apart(y, k.far if trained else math.inf) for cell in mine]
+        figures.dots(ax, x, values, "+.0f" if y == "gap" else ".2f", bars=y == "gap", **look)
+        means = [math.nan if far else sum(near) / len(near) for near, far in values]
+        for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, means, strict=True)), strict=True):
+            if k.against and a.values(y).keys() == b.values(y).keys():
+                ax.plot(*zip(*ends, strict=True), color=look["color"], linewidth=1.0)
     if wide:
         ax.set_xscale("log")
-    if joined and low == high:
-        ax.set_xlim(low - span, high + span)
+    if k.against and len(ticks) == 1:
+        ax.set_xlim(ticks[0] - span, ticks[0] + span)
     if len(ticks) < 9:
         ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
         ax.minorticks_off()
