@@ -25,7 +25,7 @@ from scripts.studies.runs import FinishedRun
 def run(norm: str, seed: int, loss: float, taper: str = "none", **knobs) -> FinishedRun:
     """A finished run; point_of() reads a log's header, so the point is spelled."""
     settings = asdict(Config(norm=norm, taper=taper, aux_weight=0.0, seed=seed, **knobs).resolve())
-    point = {name: settings[name] for name in ("mlp", "max_iters", "learning_rate", "emb_scale")}
+    point = {name: settings[name] for name in ("mlp", "max_iters", "learning_rate", "n_embd", "emb_scale")}
     point |= {"corpus": "a", "device": "cpu", "torch": "2"}
     if norm == "coupled":
         point["coupled_grad"] = settings["coupled_grad"]
@@ -379,6 +379,45 @@ def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
     ):
         with pytest.raises(BadInput, match=why):
             add(runs, *more)
+
+
+def test_a_gaps_csv_brings_seeds_of_its_own(monkeypatch, tmp_path):
+    """As if all had been there at once; pairs are of one seed, so of one side."""
+    flags, runs = ("--by=max_iters", "--against=learning_rate"), rates(1e-3)
+    first, both, whole = (tmp_path / name for name in ("first", "both", "whole"))
+    report(monkeypatch, first, [made for made in runs if made.seed < 3], *flags)
+    report(monkeypatch, whole, runs, *flags)
+    monkeypatch.setattr(gaps, "collect", lambda paths: ([made for made in runs if made.seed == 3], {}))
+    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}")
+    lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, whole)]
+    assert lines[0] == lines[1] and len(lines[0]) == 1 + 6
+
+
+def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
+    """Gaps are between the best of one and the best of the other, at each width; what fewer seeds have tried
+    is no candidate, however low."""
+    losses = {"rmsnorm": {1e-3: 4.2, 3e-3: 4.0, 1e-2: 4.4}, "layernorm": {1e-3: 4.4, 3e-3: 4.8, 1e-2: 5.0}}
+    runs = []
+    for width, (norm, of_rate), seed in product((64, 128), losses.items(), (1, 2, 3)):
+        for rate, loss in of_rate.items():
+            runs.append(run(norm, seed, loss * 64 / width + seed / 10, n_embd=width, learning_rate=rate))
+    runs.append(run("layernorm", 1, 1.0, n_embd=128, learning_rate=6e-3))
+    flags = ("--by=learning_rate", "--against=n_embd", "--tuned=learning_rate")
+    (gap, loss), said = report(monkeypatch, tmp_path, runs, *flags)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if "| 3 |" in line]
+    assert [row[:3] for row in rows] == [
+        ["baseline", "64", "0.003"], ["baseline", "128", "0.003"],
+        ["layernorm", "64", "0.001"], ["layernorm", "128", "0.001"],
+    ]  # fmt: skip
+    wide = [(4.4 / 2 + seed / 10) / (4.0 / 2 + seed / 10) - 1 for seed in (1, 2, 3)]
+    assert rows[-1][-2] == f"{100 * np.mean(wide):+.2f}"
+    assert "own learning_rate" in said and "learning_rate=" not in gap.get_title()
+    again = drawn(monkeypatch, tmp_path / "gaps.csv", *flags, f"--out={tmp_path}")
+    for ax, before in zip(again, (gap, loss), strict=True):
+        for line, was in zip(ax.lines, before.lines, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(each.get_ydata(), float) for each in (line, was)))
+    with pytest.raises(BadInput, match="--tuned=max_iters: it is one of --by"):
+        report(monkeypatch, tmp_path, runs, *flags[:2], "--tuned=max_iters")
 
 
 def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):

@@ -8,8 +8,9 @@ knobs are compared with the baseline among them, or with the variant that --to n
 differ in names the row. A gap is the relative one of val/loss, in %, by pairs of a seed, with the 95%
 interval of its mean by Student's t. Writes gaps.md, gaps.csv (a row a run) and gaps.png, and with --logs=N
 logs.jsonl, about N lines of each run's log. A gaps.csv in place of PATHs is drawn again, whether its runs
-are still there or not; beside PATHs it brings settings of its own, paired among themselves. Needs
-matplotlib.
+are still there or not; beside PATHs it brings settings, or seeds, of its own, paired among themselves. Needs
+matplotlib. --tuned=learning_rate, a knob of --by, lets each setting have its own best value of it: of those
+with most seeds the one with the lowest mean loss, which flatters it a little.
 """
 
 import csv
@@ -20,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from config import Config
 from nanonorm.errors import BadInput
@@ -56,6 +58,9 @@ class Knobs:
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
+    tuned: str | None = (
+        None  # one of --by: of its values that with most runs counts, of these the best in mean
+    )
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
     logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
     far: Positive = 10.0  # %: in the figure a run this far behind is of another kind, and no mean holds it
@@ -68,7 +73,7 @@ class Cell:
     """The runs of one setting: a row of the table, a point of the figure.
 
     group: their values of --by; what: the setting in words; at: their value of --against, None where it is
-    not read; gaps: {seed: gap to the base's run in %}, empty for the base itself.
+    not read; gaps: {seed: gap to the base's run in %}, empty for the base itself; best: the value of --tuned.
     """
 
     group: tuple
@@ -76,6 +81,7 @@ class Cell:
     at: float | None
     runs: list[FinishedRun] = field(default_factory=list)
     gaps: dict[int, float] = field(default_factory=dict)
+    best: object = None
 
     @property
     def variant(self) -> str:
@@ -150,21 +156,34 @@ def paired(found: list[Cell], to: str) -> list[Cell]:
     return sorted(found, key=Cell.place)
 
 
+def at_best(found: list[Cell], k: Knobs) -> list[Cell]:
+    """Each setting at one value of --tuned, compared with the base at the base's own."""
+    place, best = k.by.index(k.tuned), {}
+    for cell in sorted(found, key=lambda cell: (-len(cell.runs), fmean(by_seed(cell.runs).values()))):
+        rest = (*cell.group[:place], *cell.group[place + 1 :])
+        mine = replace(cell, group=rest, gaps={}, best=cell.group[place])
+        best.setdefault((rest, cell.what, cell.at), mine)
+    return paired(list(best.values()), k.to)
+
+
 def variant_index(name: str) -> int:
     """The place of a setting's variant in the papers' tables, behind them for another."""
     order, variant = list(PAPER_ROWS), name.split()[0]
     return order.index(variant) if variant in order else len(order)
 
 
-def table_text(found: list[Cell], by: tuple[str, ...], against: str | None = None) -> str:
+def table_text(
+    found: list[Cell], by: tuple[str, ...], against: str | None = None, tuned: str | None = None
+) -> str:
     table = []
     for cell in found:
         gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
         at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
         scale = spread([run.last("s/mean") for run in cell.runs], 2)
-        row = [*cell.group, cell.what, *at, len(losses), spread(losses), scale, gap.n]
+        best = [cell.best] if tuned else []
+        row = [*cell.group, cell.what, *at, *best, len(losses), spread(losses), scale, gap.n]
         table.append([*row, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()])
-    head = [*by, "", *([against] if against else []), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
+    head = [*by, "", *filter(None, (against, tuned)), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
     return markdown(table, [*head, "95% interval"])
 
 
@@ -190,14 +209,18 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
 
 
 def joined(earlier: list[Cell], later: list[Cell], path: str) -> list[Cell]:
-    """Settings of a gaps.csv, and others of runs, each with the gaps that it has. Raises: BadInput for one in
-    both, since a file does not say that all else is the same."""
-    there = {(cell.group, cell.what, cell.at) for cell in earlier}
+    """Settings of a gaps.csv, and of runs, each with the gaps that it has. Raises: BadInput for a seed of one
+    setting in both, since a file does not say that all else is the same."""
+    found = {(cell.group, cell.what, cell.at): cell for cell in earlier}
     for cell in later:
-        if (cell.group, cell.what, cell.at) in there:
-            where = f"{cell.runs[0].folder} and {path}"
-            raise BadInput(f"{where} both have {cell.what}; leave one out, or name what differs in --by")
-    return sorted([*earlier, *later], key=Cell.place)
+        same = found.setdefault((cell.group, cell.what, cell.at), cell)
+        if same is not cell:
+            if by_seed(same.runs).keys() & by_seed(cell.runs):
+                where = f"{cell.runs[0].folder} and {path}"
+                raise BadInput(f"{where} both have {cell.what}; leave one out, or name what differs in --by")
+            same.runs += cell.runs
+            same.gaps |= cell.gaps
+    return sorted(found.values(), key=Cell.place)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -322,6 +345,8 @@ def write_logs(path: Path, runs: list[FinishedRun], most: int):
 def main(k: Knobs, paths: list[str], command: str) -> str:
     if not paths:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
+    if k.tuned and k.tuned not in k.by:
+        raise BadInput(f"--tuned={k.tuned}: it is one of --by; name it there too")
     if k.band and len(k.band) != 2:
         raise BadInput(f"--band={','.join(map(str, k.band))}: it takes two numbers, as in --band=0.7,1.5")
     files = [path for path in paths if path.endswith(".csv")]
@@ -344,6 +369,8 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     for cell in found:
         if lost := set(k.seeds or ()) - by_seed(cell.runs).keys():
             raise BadInput(f"--seeds={min(lost)}: {cell.what} has no run of it")
+    if k.tuned:
+        found, k = at_best(found, k), replace(k, by=tuple(knob for knob in k.by if knob != k.tuned))
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
@@ -353,22 +380,26 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     if again:
         return f"drew {figures.out / 'gaps.png'}"
     versions = versions_of(finished, ("commit", "processor", "torch", "dtype"))
-    text = [f"# Gaps to {k.to}", command, table_text(found, k.by, k.against)]
+    text = [f"# Gaps to {k.to}", command, table_text(found, k.by, k.against, k.tuned)]
     text.append(
         "Validation at gate 0; s/mean is of the last micro-batch; ± is a standard deviation over n seeds; "
         "gaps are by pairs of a seed, with the interval of their mean by Student's t. "
         f"{len(finished)} runs; {versions}."
     )
+    if k.tuned:
+        chosen = "of its values those with most seeds count, and of them the one with the lowest mean loss"
+        text.append(f"Each setting has its own {k.tuned}: {chosen}.")
     text += [f"And {before} runs of {path}, whose own page says how they were made." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append(DRAWN.format(far=k.far))
-    against = [k.against] if k.against else []
-    head, table = ["what", "seed", "loss", "scale", "folder", "gap", *against, *k.by], []
+    of_all = [*filter(None, (k.against, k.tuned)), *k.by]
+    head, table = ["what", "seed", "loss", "scale", "folder", "gap", *of_all], []
     for cell in found:
         for run in cell.runs:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
-            table.append([cell.what, *numbers, *([cell.at] if against else []), *cell.group])
+            own = [*([cell.at] if k.against else []), *([cell.best] if k.tuned else []), *cell.group]
+            table.append([cell.what, *numbers, *own])
     write_csv(figures.out / "gaps.csv", head, table)
     logs = figures.out / "logs.jsonl"
     if k.logs:
