@@ -5,7 +5,8 @@ import csv
 import pytest
 from running import metrics, refused, train
 
-from scripts.studies.course import groups_of
+from scripts.studies.course import Knobs, groups_of, main, thinned
+from scripts.studies.figures import Figures
 
 pytest.importorskip("matplotlib")
 
@@ -32,11 +33,42 @@ def test_the_numbers_are_those_of_the_log(reference, tmp_path):
 
 def test_seeds_of_a_setting_are_drawn_alike():
     assert groups_of(["a/seed1", "a/seed2", "b/seed1"]) == {
-        "a/seed1": "a",
-        "a/seed2": "a",
+        "a/seed1": "a (n=2)",
+        "a/seed2": "a (n=2)",
         "b/seed1": "b/seed1",
     }
     assert groups_of(["seed1", "seed2"]) == {"seed1": "seed1", "seed2": "seed2"}
+
+
+def test_a_figure_is_drawn_again_from_its_numbers(tmp_path, monkeypatch):
+    """Each line with all of its points; few are seen as dots, and what leaves a panel as a triangle."""
+    path, panels = tmp_path / "x.csv", []
+    rows = [
+        ("a/seed1", "val/loss", 40, 3.5),
+        ("a/seed2", "val/loss", 40, 3.4),
+        ("a/seed2", "val/loss", 80, 3.3),
+    ]
+    rows += [("a/seed1", "grad/total", step, 1.0 + step / 1000) for step in range(801)]
+    rows[403] = (*rows[403][:3], 5.0)
+    path.write_text("run,metric,step,value\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    before = path.read_text()
+    monkeypatch.setattr(Figures, "save", lambda self, fig, name, *axes: panels.extend(fig.axes))
+    knobs = Knobs(metrics=("val/loss", "grad/total"), out=str(path.with_suffix(".png")))
+    assert main(knobs, [str(path)], "").startswith("drew ") and path.read_text() == before
+    loss, grad, *_ = panels
+    assert [list(line.get_xdata()) for line in loss.lines] == [[40], [40, 80]]
+    assert {line.get_marker() for line in loss.lines} == {"o"} and loss.get_ylabel() == "nats per token"
+    assert {line.get_label() for line in loss.lines} == {"a (n=2)"} and not grad.get_ylabel()
+    line, spike = grad.lines
+    assert len(line.get_xdata()) == 401 and line.get_marker() == "None"
+    assert spike.get_marker() == "^" and list(spike.get_xdata()) == [400] and grad.get_ylim()[1] < 5
+
+
+def test_points_are_thinned_once(tmp_path):
+    """What is drawn of 801 is 401, and of these 401 all."""
+    values = dict.fromkeys(range(801), 1.0)
+    once = thinned(values)
+    assert len(once) == 401 and thinned(dict(once)) == once and thinned({7: 1.0}) == [(7, 1.0)]
 
 
 def test_what_is_no_run_is_refused(tmp_path, reference, capsys):
@@ -45,5 +77,7 @@ def test_what_is_no_run_is_refused(tmp_path, reference, capsys):
         ((tmp_path,), "has no log to read"),
         ((reference, "--metrics=train/kl"), "logged none of train/kl"),
         ((), "name run folders"),
+        ((tmp_path / "y.csv",), "is not the .csv of a course"),
+        ((tmp_path / "y.csv", reference), "one figure's .csv at a time"),
     ):
         assert reason in refused(capsys, "course", *words, out, program="scripts/report.py")

@@ -4,12 +4,15 @@
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
-a thin line, all of a run's colour, which NAME/seed1/ and NAME/seed2/ beside other runs share. A spike leaves
-its panel. Writes the figure, and beside it a .csv of its numbers. Needs matplotlib.
+a thin line, all of a run's colour, which NAME/seed1/ and NAME/seed2/ beside other runs share. What leaves its
+panel, as a spike does, is a triangle at the edge. Writes the figure, and beside it a .csv of its numbers; one
+such .csv in place of PATHs is drawn again. Needs matplotlib.
 """
 
+import csv
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +59,21 @@ def lines_of(folder: Path) -> list[dict]:
         raise BadInput(f"{folder} has no log to read ({e.strerror}); name the folder of a run") from None
 
 
+def runs_of(words: list[str]) -> dict[str, list[dict]]:
+    """Run -> what it has logged, of run folders, or of the .csv of a figure. Raises: BadInput."""
+    if not words[0].endswith(".csv"):
+        return dict(zip(names_of(words), map(lines_of, map(Path, words)), strict=True))
+    if len(words) > 1:
+        raise BadInput(f"one figure's .csv at a time; leave {words[1]} out")
+    runs = defaultdict(list)
+    try:
+        for row in csv.DictReader(Path(words[0]).read_text().splitlines()):
+            runs[row["run"]].append({"iter": int(row["step"]), row["metric"]: float(row["value"])})
+    except (OSError, KeyError, ValueError, TypeError) as e:
+        raise BadInput(f"{words[0]} is not the .csv of a course ({e!r}); name another") from None
+    return runs
+
+
 def names_of(words: list[str]) -> list[str]:
     """What tells each run's folder from the others. Raises: BadInput for one that is named twice."""
     paths = [Path(os.path.abspath(word)) for word in words]
@@ -66,16 +84,23 @@ def names_of(words: list[str]) -> list[str]:
 
 
 def groups_of(runs) -> dict[str, str]:
-    """Run -> what it is drawn as: NAME of "NAME/seed1" if that has several seeds, else the run itself."""
+    """Run -> what it is drawn as: "NAME (n=2)" of "NAME/seed1" if that has two seeds, else the run itself."""
     names = [re.sub(r"/seed\d+$", "", run) for run in runs]
-    return {run: name if names.count(name) > 1 else run for run, name in zip(runs, names, strict=True)}
+    named = zip(runs, names, map(names.count, names), strict=True)
+    return {run: f"{name} (n={n})" if n > 1 else run for run, name, n in named}
+
+
+def thinned(values: dict[int, float]) -> list[tuple[int, float]]:
+    """What is drawn of a line: so few that a long run's .csv stays small; of these, all."""
+    *every, last = values.items()
+    return [*every[:: rows_needed(len(every), CURVE_POINTS) or 1], last]
 
 
 def main(k: Knobs, words: list[str], command: str) -> str:
     check_out("out", k.out, ".png")
     if not words or k.out is None:
         raise BadInput("name run folders and --out=FILE.png")
-    runs = dict(zip(names_of(words), map(lines_of, map(Path, words)), strict=True))
+    runs = runs_of(words)
     found = {m: {name: series(lines, m) for name, lines in runs.items()} for m in k.metrics}
     found = {m: of for m, of in found.items() if any(of.values())}
     if not found:
@@ -83,21 +108,26 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
     groups, points = groups_of(runs), []
-    colours = dict(zip(dict.fromkeys(groups.values()), COLOURS * len(runs), strict=False))
+    apart = COLOURS[::2] + COLOURS[1::2]  # no two blues side by side
+    colours = dict(zip(dict.fromkeys(groups.values()), apart * len(runs), strict=False))
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
         for run, lines in of_runs.items():
             for j, (name, values) in enumerate(lines.items()):
-                *every, last = values.items()
-                shown = [*every[:: rows_needed(len(values), CURVE_POINTS)], last]
+                shown = thinned(values)
                 look = {"color": colours[groups[run]], "linewidth": 0.5 if len(lines) > 1 else 1.2}
+                look |= {"marker": "o", "markersize": 3} if len(shown) < 10 else {}
                 ax.plot(*zip(*shown, strict=True), label=None if j else groups[run], **look)
                 points += [(run, name, step, f"{value:.6g}") for step, value in shown]
         figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
-        ax.set_title(metric)
+        figures.mark_spikes(ax)
+        is_loss = re.search(r"/(loss|ce|kl)", metric)
+        ax.set(title=metric, ylabel="nats per token" if is_loss else "")
     for ax in axes[len(found) :]:
         ax.set_axis_off()
     for ax in axes[: len(found)][-k.columns :]:
         ax.set_xlabel("optimizer step")
     figures.save(fig, Path(k.out).stem, *(axes if len(runs) > 1 else ()))  # a run may lack the first metric
+    if words[0].endswith(".csv"):
+        return f"drew {k.out}"
     write_csv(Path(k.out).with_suffix(".csv"), ["run", "metric", "step", "value"], points)
     return f"wrote {k.out}, and its numbers beside it\n{command}"

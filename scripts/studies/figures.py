@@ -152,6 +152,15 @@ class Figures:
             room = high - low + 1e-9
             ax.set_ylim(low - 0.1 * room, high + 0.15 * room)
 
+    def mark_spikes(self, ax):
+        """A triangle at the edge of a fitted panel where a line leaves it."""
+        (low, high), edges = ax.get_ylim(), {"transform": ax.get_xaxis_transform(), "clip_on": False}
+        for line in [*ax.lines]:
+            for x, y in zip(*line.get_data(), strict=True):
+                if not low <= y <= high:
+                    at, marker = (1, "^") if y > high else (0, "v")
+                    ax.plot(x, at, marker, color=line.get_color(), markersize=3, **edges)
+
     def save(self, fig, name: str, *legend_from) -> str:
         """Write NAME.png with one legend of these axes below them; returns the markdown that shows it."""
         shown = {}
