@@ -218,18 +218,21 @@ def draw(figures: Figures, name: str, rows: list[dict], r, sink) -> str:
     growth.plot((r[1:-1:2, :, 0] / r[:-1:2, :, 0]).mean(1), "--", color=FIRST, marker=".")
     growth.set(xlabel="block", ylabel="times", title="Growth of r from attention to the MLP")
 
+    medians = np.median(r, 1) / np.array([[row["median"]] for row in rows])
     for i, colour in zip(np.linspace(0, len(r) - 1, 5).astype(int), BY_SITE, strict=True):
-        of_position = np.median(r[i], 0) / rows[i]["median"]
-        by_position.plot(1 + np.arange(r.shape[2]), of_position, color=colour, label=rows[i]["site"])
-    by_position.set(xscale="log", yscale="log", xlabel="position, from 1", title="Median r by position")
+        by_position.plot(1 + np.arange(r.shape[2]), medians[i], color=colour, label=rows[i]["site"])
+    figures.log_scale(by_position, medians.min() / 1.1, medians.max() * 1.1)
+    by_position.set(xscale="log", xlabel="position, from 1", title="Median r by position")
     by_position.set_ylabel("times the site's median")
-    by_position.legend(fontsize=7)
 
-    for (kind, label), line in zip(KINDS.items(), ("-", "--", ":"), strict=True):
-        left.plot(at, [row[f"residual_{kind}"] for row in rows], line, color=ORDINARY, label=label)
+    lines = ("-", "#BBBBBB", 3), ("--", FIRST, 1.3), (":", BEHIND, 1.6)  # each is seen where it is on another
+    for (kind, label), (line, colour, width) in zip(KINDS.items(), lines, strict=True):
+        y = [row[f"residual_{kind}"] for row in rows]
+        left.plot(at, y, line, color=colour, linewidth=width, label=label)
     left.set(yscale="log", xlabel="block", ylabel="share of the norm's output", title="What c leaves")
-    left.set_ylim(bottom=left.get_ylim()[0] / 5)
-    left.legend(fontsize=7, loc="lower left")
+    for ax, axis, columns in ((by_position, by_position.xaxis, 3), (left, left.yaxis, 2)):
+        axis.set_major_formatter("{x:g}")
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=columns)
     return figures.save(fig, name, scale)
 
 

@@ -12,16 +12,24 @@ from scripts.studies import widths
 def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a machine"):
     names = ("variant", "runtime", "batch", "seq", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work")
     rows = [(v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.1, 9) for v, x in zip("ab", speedups, strict=True)]
-    report = {"settings": {"mode": mode, "dtype": "float32"}, "model": {"n_embd": n_embd, "n_layer": 4}}
+    report = {
+        "settings": {"mode": mode, "dtype": "float32", "iters": 9},
+        "model": {"n_embd": n_embd, "n_layer": 4},
+    }
     report |= {"machine": machine, "torch": "2", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
     path.write_text(json.dumps(report))
     return str(path)
 
 
-def test_gains_by_width(tmp_path):
+def test_gains_by_width(tmp_path, monkeypatch):
     files = [bench_file(tmp_path / f"{mode}{n}.json", mode, n, (1.0, 1 + n / 100))
              for mode in ("decode", "prefill") for n in (32, 8)]  # fmt: skip
+    shown = []
+    monkeypatch.setattr(widths.Figures, "axes", lambda *a, _axes=widths.Figures.axes, **k: shown.append(
+        _axes(*a, **k)) or shown[0])  # fmt: skip
     said = widths.main(widths.Knobs(out=str(tmp_path / "out")), files, "    command")
+    where = "a machine, torch 2; 4 blocks, 1 x 8 tokens, float32, 9 rounds"
+    assert where in said and shown[0][0].get_supxlabel() == where
     lines = [line for line in said.splitlines() if line.startswith(("##", "| "))]
     cells = ["| 8 | 1.080x 0.980-1.180 |", "| 32 | 1.320x 1.220-1.420 |"]
     assert [line for line in lines if "n_embd" not in line and ":---" not in line] == [

@@ -35,7 +35,8 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         try:
             here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
             size = f"{report['model']['n_layer']} blocks, {report['rows'][0]['batch']} x "
-            size += f"{report['rows'][0]['seq']} tokens, {report['settings']['dtype']}"
+            size += f"{report['rows'][0]['seq']} tokens, {report['settings']['dtype']}, "
+            size += f"{report['settings']['iters']} rounds"
             places.add(f"{report['machine']}, torch {report['torch']}; {size}")
             rows += [{name: (here | row)[name] for name in COLUMNS} for row in report["rows"]]
         except (LookupError, TypeError) as e:
@@ -83,8 +84,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         of = [row for row in rows if row["mode"] == mode]
         draw(ax, of, variant)
         text += [f"## {mode}", table(of, baseline)]
-    axes[0].set_ylabel(f"speedup of {variant} over {baseline},\nmedian and quartiles")
+    what = variant.replace("_", " norms ")  # all norms folded
+    axes[0].set_ylabel(f"{what}: speedup over\n{baseline}, median and quartiles")
     axes[0].legend()
+    fig.supxlabel(where, fontsize=7)
     with atomic_write(figures.out / "gains.png") as f:
         fig.savefig(f, format="png")
     write_csv(figures.out / "gains.csv", COLUMNS, ([row[name] for name in COLUMNS] for row in rows))
