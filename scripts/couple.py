@@ -234,7 +234,7 @@ def draw(figures: Figures, rms, own, keep: int) -> str:
     axes[2].axvspan(-0.5, keep - 0.5, color="#999999", alpha=0.3 if keep else 0)
     axes[2].set(xlabel="block", ylabel="alpha", title="grey: kept blocks")
     for ax in axes:
-        figures.whole_numbers(ax)
+        ax.xaxis.get_major_locator().set_params(integer=True)
     return figures.save(fig, "rms", axes[0])
 
 

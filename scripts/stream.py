@@ -181,11 +181,6 @@ def table(rows: list[dict], name: str, columns: dict) -> str:
     return markdown(([str(cell).replace("|", "\\|") for cell in line] for line in cells), [name, *columns])
 
 
-def places(sites: int) -> np.ndarray:
-    """Where sites stand on an axis of blocks: attention reads at i, the MLP at i + 1/2."""
-    return np.arange(sites) / 2
-
-
 def draw_spread(figures: Figures, rows: list[dict]) -> str:
     """The networks side by side, a panel a text; returns its markdown."""
     texts, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("data", "model"))
@@ -193,7 +188,7 @@ def draw_spread(figures: Figures, rows: list[dict]) -> str:
     for ax, text in zip(panels, texts, strict=True):
         for i, model in enumerate(models):
             sd = [row["sd_log"] for row in rows if (row["data"], row["model"]) == (text, model)]
-            ax.plot(places(len(sd)), sd, color=[ORDINARY, *COLOURS][i % 6], marker=".", label=model)
+            ax.plot(np.arange(len(sd)) / 2, sd, color=[ORDINARY, *COLOURS][i % 6], marker=".", label=model)
         ax.set(title=Path(text).name, ylabel="sd of log r", ylim=(0, None))
     panels[-1].set_xlabel("block")
     return figures.save(fig, "spread", panels[-1])
@@ -202,7 +197,7 @@ def draw_spread(figures: Figures, rows: list[dict]) -> str:
 def draw(figures: Figures, name: str, rows: list[dict], r, sink) -> str:
     """A text's figure; returns its markdown."""
     fig, (scale, growth, by_position, left) = figures.axes(2, 2, 5.2)
-    at, ordinary = places(len(r)), np.where(sink, np.nan, r)
+    at, ordinary = np.arange(len(r)) / 2, np.where(sink, np.nan, r)  # the MLP of block i reads at i + 1/2
     low, middle, high = np.nanpercentile(ordinary, (5, 50, 95), (1, 2))
     scale.fill_between(at, low, high, color=ORDINARY, alpha=0.2, linewidth=0)
     scale.plot(at, middle, color=ORDINARY, label="ordinary tokens: median, 5 to 95%")

@@ -194,12 +194,6 @@ def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
     assert "| coupled | 2 | 1.725 ± 0.813 |" in table
 
 
-def test_speed_is_the_quartiles_after_the_first_line(small):
-    steps = np.arange(20, 401, 10)
-    low, mid, high = np.percentile(np.tile(1000 + steps, 3), (25, 50, 75))
-    assert table(small[2], "CoupledNorm's Table 1")["coupled"][3] == f"{mid:,.0f} ({low:,.0f} - {high:,.0f})"
-
-
 def test_equality_is_shown_to_seven_digits(small):
     losses = [f"{LOSS[v] + 0.1:.7f}" for v in ("baseline", "layernorm", "cbwc")]
     differences = [f"{LOSS[v] - LOSS['layernorm']:+.7f}" for v in ("cbwc", "baseline")]

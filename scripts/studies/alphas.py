@@ -129,20 +129,13 @@ def compare(file, path, network, choices: dict, val, k: Knobs, apart: int) -> li
     return rows
 
 
-def tables(rows: list[dict]) -> list[str]:
-    """KL by way and kept blocks; the alphas."""
+def table(rows: list[dict]) -> str:
+    """KL by way and kept blocks."""
     kept = sorted({row["kept"] for row in rows})
     of = {(row["way"], row["kept"]): row for row in rows}
     ways = [way for way in (*STATISTIC, *KL) if any(row["way"] == way for row in rows)]
     kls = [[way, *(f"{of[way, n]['kl']:.4f}" if (way, n) in of else "" for n in kept)] for way in ways]
-    alphas, both = [], next(n for n in kept if all((way, n) in of for way in ways))
-    for way in ways:
-        row = of[way, both]
-        spans = "{alpha_low:.3f}, {alpha_mean:.3f}, {alpha_high:.3f}".format(**row)
-        alphas.append([way, spans, f"{row['cross_entropy'] - row['original']:+.4f}"])
-    heads = [["KL to the original, by kept blocks", *kept]]
-    heads += [[f"{both} kept", "least, mean and largest alpha", "cross-entropy more than the original's"]]
-    return [markdown(kls, heads[0]), markdown(alphas, heads[1])]
+    return markdown(kls, ["KL to the original, by kept blocks", *kept])
 
 
 def draw(figures: Figures, rows: list[dict]) -> str:
@@ -158,7 +151,7 @@ def draw(figures: Figures, rows: list[dict]) -> str:
         ax.plot([n + aside for n in x], y, markersize=6, fillstyle="none", **look)
     kls = [row["kl"] for row in rows]
     figures.log_scale(ax, max(min(kls), 1e-6) / 1.3, max(*kls, 2e-6) * 1.3)
-    figures.whole_numbers(ax)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel="first blocks that keep both norms", ylabel="KL to the original, nats a token")
     return figures.save(fig, "choices", ax)
 
@@ -189,13 +182,13 @@ def main():
             begin = choices[n, f"least squares, {shared}"]
             choices[n, way] = kl_numbers(file, path, network, begin, shared, fresh, k)
     rows = compare(file, path, network, dict(sorted(choices.items(), key=lambda c: c[0][0])), val, k, apart)
-    shown = tables(rows)
-    print("\n\n".join(shown))
+    shown = table(rows)
+    print(shown)
     command = "    " + shlex.join(["python", "scripts/studies/alphas.py", *sys.argv[1:]])
     about = f"{k.tokens:,} tokens to fit on, {k.compared:,} others to compare on, of {meta['source']}."
     original = f"The original's cross-entropy there is {rows[0]['original']:.4f} nats a token."
     write_csv(Path(k.out) / "choices.csv", list(rows[0]), (row.values() for row in rows))
-    text = ["# Every choice of alpha", command, f"{about} {original}", *shown, draw(figures, rows)]
+    text = ["# Every choice of alpha", command, f"{about} {original}", shown, draw(figures, rows)]
     figures.write("choices.md", text)
 
 

@@ -10,6 +10,7 @@ such .csv in place of PATHs is drawn again. Needs matplotlib.
 """
 
 import csv
+import math
 import os
 import re
 from collections import defaultdict
@@ -22,7 +23,7 @@ from nanonorm.log import read_log
 from nanonorm.plots import COLOURS
 from nanonorm.tables import write_csv
 from nanonorm.typed import Count
-from scripts.studies.figures import CURVE_POINTS, Figures, rows_needed
+from scripts.studies.figures import CURVE_POINTS, Figures
 
 # What a run on one device shows of itself, of which it may lack some
 USUAL = (
@@ -93,7 +94,7 @@ def groups_of(runs) -> dict[str, str]:
 def thinned(values: dict[int, float]) -> list[tuple[int, float]]:
     """What is drawn of a line: so few that a long run's .csv stays small; of these, all."""
     *every, last = values.items()
-    return [*every[:: rows_needed(len(every), CURVE_POINTS) or 1], last]
+    return [*every[:: math.ceil(len(every) / CURVE_POINTS) or 1], last]
 
 
 def main(k: Knobs, words: list[str], command: str) -> str:
@@ -105,7 +106,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     found = {m: of for m, of in found.items() if any(of.values())}
     if not found:
         raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
-    figures, rows = Figures(Path(k.out).parent), rows_needed(len(found), k.columns)
+    figures, rows = Figures(Path(k.out).parent), math.ceil(len(found) / k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
     groups, points = groups_of(runs), []
     apart = COLOURS[::2] + COLOURS[1::2]  # no two blues side by side

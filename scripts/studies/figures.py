@@ -55,10 +55,6 @@ def curve(
     return np.array(steps), np.array(values).reshape(len(found), len(steps))
 
 
-def rows_needed(cells: int, columns: int) -> int:
-    return -(-cells // columns)
-
-
 class Figures:
     """Draws and writes into a folder, which is made if it is not there; keeps the numbers behind the curves.
     Raises: BadInput if it cannot be made, or matplotlib is not installed."""
@@ -71,10 +67,6 @@ class Figures:
         size = {"figsize": (WIDTH, height), "layout": "constrained", "squeeze": False}
         fig, axes = self.plt.subplots(rows, columns, **size, **shared)
         return fig, axes.flatten()
-
-    def whole_numbers(self, ax):
-        """Ticks of the x axis are blocks."""
-        ax.xaxis.get_major_locator().set_params(integer=True)
 
     def log_scale(self, ax, low: float, high: float):
         """A logarithmic y axis with plain numbers."""
@@ -100,7 +92,7 @@ class Figures:
         if dots or len(y) > 1:
             ax.plot(x, y.T, color=look["color"], alpha=0.5, **each)
         rows = list(zip(x, mean, low, high, strict=True))
-        for at, *row in rows[:: rows_needed(len(rows), CURVE_POINTS)]:
+        for at, *row in rows[:: math.ceil(len(rows) / CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
     def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, bars=True, **look):
@@ -125,7 +117,7 @@ class Figures:
 
     def panels(self, name: str, panels: list[Panel], rows: dict, variants, height=3.2) -> str:
         """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""
-        fig, axes = self.axes(rows_needed(len(panels), 2), min(2, len(panels)), height)
+        fig, axes = self.axes(math.ceil(len(panels) / 2), min(2, len(panels)), height)
         for ax, panel in zip(axes, panels, strict=True):
             base = rows["baseline"] if panel.less_baseline else ()
             late = []  # past the first twentieth: the start would set the scale
@@ -168,7 +160,7 @@ class Figures:
             shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
         if shown:
             columns = max(1, min(3, 95 // (10 + max(map(len, shown)))))  # what fits below the axes
-            rows = rows_needed(len(shown), columns)
+            rows = math.ceil(len(shown) / columns)
             fig.set_figheight(fig.get_figheight() + 0.19 * max(0, rows - 2))
             fig.legend(shown.values(), shown, loc="outside lower center", ncols=columns, handlelength=3)
         with atomic_write(self.out / f"{name}.png") as f:

@@ -42,7 +42,6 @@ from scripts.studies.runs import (
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 OTHERS = ("baseline", *(norm for norm in NORMS if norm in PAPER_ROWS))
-WITH_STATISTIC = tuple(name for name in OTHERS if name not in ("dyt", "derf"))
 # a knob that it does not read is one of some variants alone
 BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 
@@ -72,8 +71,6 @@ steps; alike in kind."""
 OF_FIGURES = """A thin line or a dot is one run, a thick line the mean over seeds. Over the steps it is a \
 running median over a fiftieth of the run, in which a spike of one line of the log does not show. Axes are \
 fitted to what follows the first twentieth of the run; longer spikes leave the frame."""
-OF_SPEED = """tok/s as the runs logged it: processes of their own, at other times and with other neighbours. \
-This does not compare speed; use scripts/speed/parts.py, which interleaves the variants in one process."""
 
 Rows = dict[str, list[FinishedRun]]  # variant -> its runs by seed
 
@@ -122,15 +119,6 @@ def gap_text(runs: list[FinishedRun], base: list[FinishedRun]) -> str:
     return f"{found.mean:+.2f} ({within}{found.n})"
 
 
-def speed(runs: list[FinishedRun]) -> str:
-    """tok/s of the log lines but each run's first, which holds the warm-up."""
-    speeds = [value for run in runs for value in list(run.series("perf/tok_s").values())[1:]]
-    if not speeds:
-        return "-"
-    low, median, high = np.percentile(speeds, (25, 50, 75))
-    return f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
-
-
 MAIN = {  # head of a column -> its cell, by the variant and all rows
     "n": lambda v, rows: len(rows[v]),
     "val/loss, nats/token": lambda v, rows: losses(rows[v]),
@@ -138,9 +126,6 @@ MAIN = {  # head of a column -> its cell, by the variant and all rows
     GAP: lambda v, rows: gap_text(rows[v], rows["baseline"]),
     "to baseline_aux": lambda v, rows: gap_text(rows[v], rows["baseline_aux"]),
     "paper's gap, %": lambda v, rows: PAPER.get(v, "-"),
-}
-SPEED = {head: MAIN[head] for head in ("n", "val/loss, nats/token", GAP)} | {
-    "tok/s, median (quartiles)": lambda v, rows: speed(rows[v])
 }
 
 
@@ -217,7 +202,7 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
     ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", title=title)
     by_block.set(xlabel="block", ylabel="c (1 / RMS)", title="c as frozen")
     by_block.legend()
-    figures.whole_numbers(by_block)
+    by_block.xaxis.get_major_locator().set_params(integer=True)
     every = [v for run in runs for site in sites for v in run.series(site).values()]
     for panel in (ax, by_block):
         figures.log_scale(panel, min(every) / 1.2, max(every) * 1.2)
@@ -252,8 +237,6 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
     text.append("### The residual stream (CoupledNorm's Figure 3)")
     text += residual_study(rows, k.tokens)
     if others:
-        text.append("### CoupledNorm's Table 1, and CBWC, at this scale")
-        text += [table(SPEED, rows, WITH_STATISTIC), OF_SPEED]
         text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
     return text + settings_table(runs, options, rows["baseline"])
 

@@ -3,9 +3,8 @@
     python bench.py out/demo --batch=1 --seq=64 --runtimes=eager,compiled --out=out/demo/bench.json
     python scripts/report.py picture out/demo out/demo-taper=none --bench=out/demo/bench.json
 
-A second run is the one that keeps its norms, drawn beside the first. Speed is of the benchmark's first batch
-and context, in each of its runtimes. Writes the logs of the runs too, thinned, beside the picture. Needs
-matplotlib.
+A second run is one that keeps its norms. Speed is of the benchmark's first batch and context, in each of its
+runtimes. About 80 lines of the runs' logs are written beside the picture. Needs matplotlib.
 """
 
 import math
@@ -19,8 +18,6 @@ from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot, smooth
 from scripts.studies.gaps import write_logs
 from scripts.studies.runs import FinishedRun, load, read_json
-
-LOGGED = 80  # lines of each run's log that are kept
 
 # variant -> (colour, what it is)
 BARS = {
@@ -152,5 +149,5 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")
     logs = Path(k.out).with_suffix(".logs.jsonl")
-    write_logs(logs, runs, LOGGED)
+    write_logs(logs, runs, 80)
     return f"wrote {k.out} and {logs}"
