@@ -45,7 +45,7 @@ def shades(colours: list[str]) -> list[str]:
     found = []
     for i, colour in enumerate(colours):
         rgb = np.array(list(bytes.fromhex(colour[1:])))
-        mixed = 0.6 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
+        mixed = 0.45 * colours[:i].count(colour) / max(1, colours.count(colour) - 1)
         other = 255 if rgb @ (0.3, 0.59, 0.11) < 70 else 0
         found.append("#" + bytes(np.rint(rgb + mixed * (other - rgb)).astype(int).tolist()).hex().upper())
     return found

@@ -45,10 +45,11 @@ from nanonorm.typed import Count, Positive
 
 LEFT = 0.1  # of a card
 _gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm"}
-_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192}
+_llama3 = {"rope_base": 500_000.0, "rope_scaling": (32.0, 1.0, 4.0, 8192.0), "norm_eps": 1e-5}
+_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192} | _llama3
 _qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True}
 _qwen_8b = _qwen | {"hidden": 12_288, "tie_embeddings": False}
-_smollm2 = _llama | {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536}
+_smollm2 = {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536, "rope_base": 100_000.0, "norm_eps": 1e-5}
 SHAPES = {  # weights -> layers, width, heads and the rest
     "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
     "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),

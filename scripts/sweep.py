@@ -41,15 +41,7 @@ from nanonorm.knobs import is_read
 from nanonorm.log import tail
 from nanonorm.run import given_weights
 from nanonorm.typed import Count
-from scripts.studies.runs import (
-    AUX_WEIGHT,
-    NO_WEIGHTS,
-    PAPER_ROWS,
-    PlannedRun,
-    identity,
-    look,
-    recorded_settings,
-)  # fmt: skip
+from scripts.studies.runs import AUX_WEIGHT, NO_WEIGHTS, PAPER_ROWS, PlannedRun, identity, look, settings_in
 
 POLL_S = 0.5  # between looks at the runs
 
@@ -114,7 +106,7 @@ def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[Planned
             raise BadInput(f"two runs of the grid would both be called {run.name}; sweep them one by one")
         runs.setdefault(same, run)
     for folder in sorted(Path(k.out).glob("*/")):  # an earlier grid may have named the same run otherwise
-        done = runs.get(identity(recorded_settings(folder) or {}))
+        done = runs.get(identity(settings_in(folder) or {}))
         if done and not done.folder.exists():
             done.name, done.folder = folder.name, folder
     weights.cache_clear()  # no run needs them here

@@ -349,7 +349,7 @@ def rates(*values: float) -> list[FinishedRun]:
 
 
 def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
-    """Beside runs: one table of both, as of all at once. A pair is of one side, and no setting of both."""
+    """Beside runs: one table of both, as of all at once. A pair is of one side; a seed of a setting, too."""
     first, both, whole = (tmp_path / name for name in ("first", "both", "whole"))
     flags = ("--by=max_iters", "--against=learning_rate")
     report(monkeypatch, first, rates(1e-3, 3e-3), *flags)
@@ -391,6 +391,20 @@ def test_a_gaps_csv_brings_seeds_of_its_own(monkeypatch, tmp_path):
     drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}")
     lines = [sorted((folder / "gaps.csv").read_text().splitlines()) for folder in (both, whole)]
     assert lines[0] == lines[1] and len(lines[0]) == 1 + 6
+
+
+def test_no_pair_is_of_a_file_and_a_folder(monkeypatch, tmp_path):
+    """The best of one setting may be of a gaps.csv, of another of runs: of other machines, perhaps."""
+    first, both = tmp_path / "first", tmp_path / "both"
+    flags = ("--by=learning_rate", "--tuned=learning_rate", f"--out={both}")
+    tapers = [run("cbwc", seed, 2.0, learning_rate=1e-2) for seed in (1, 2, 3)]
+    report(monkeypatch, first, rates(1e-3), "--by=learning_rate")
+    monkeypatch.setattr(gaps, "collect", lambda paths: (rates(1e-2) + tapers, {}))
+    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags)
+    lines = [line for line in (both / "gaps.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    pairs = {row[0]: (row[1], row[5]) for row in rows}
+    assert pairs == {"baseline": ("0.001", "0"), "layernorm": ("0.001", "3"), "cbwc": ("0.01", "0")}
 
 
 def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):

@@ -105,5 +105,5 @@ def test_a_knob_that_is_not_read_changes_nothing(name, corpus, tmp_path):
     for folder, more in (("as_it_is", {}), ("anew", unread(RUNS[name]))):
         train(*flags(tmp_path / folder, corpus, **RUNS[name] | more))
     assert_same_run(tmp_path / "as_it_is", tmp_path / "anew")
-    first, second = (runs.recorded_settings(tmp_path / folder) for folder in ("as_it_is", "anew"))
+    first, second = (runs.settings_in(tmp_path / folder) for folder in ("as_it_is", "anew"))
     assert first != second and runs.identity(first) == runs.identity(second)

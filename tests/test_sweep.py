@@ -333,7 +333,7 @@ def test_a_run_goes_on_under_a_file_that_differs_in_what_it_does_not_read(stand_
     (run,) = sweep.grid(*sweep.read_command([str(files[0.75]), *argv]))
     assert runs.look(run) == ("resume", "")
     asked, explicit, rest = parse(Config, sweep.command(run, "resume")[2:], files=True)
-    went_on = asked.resumed(explicit, Config(**runs.recorded_settings(run.folder)))
+    went_on = asked.resumed(explicit, Config(**runs.settings_in(run.folder)))
     assert not rest and (went_on.gate_end_ratio, went_on.log_interval) == (0.5, 15)
     assert run_sweep(files[0.75], *argv) == 0 and lines(run.folder)[-1]["went_on"]
 

@@ -49,13 +49,9 @@ def write(job: Job) -> dict:
     errors = {name_of(dtype): proved(job, dtype) for dtype in dtypes}
     for name, content in job.tokenizer.files.items():
         (job.folder / name).write_bytes(content)
-    return {
-        "errors": errors,
-        "dtype": "float32",
-        "runs": "onnxruntime",
-        "how": HOW.format(past=past, length=c.block_size, among=among, vocabulary=c.vocab_size),
-        "saves": SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype)),
-    }
+    how = HOW.format(past=past, length=c.block_size, among=among, vocabulary=c.vocab_size)
+    saves = SAVES if job.dtype == torch.float32 else SAVES + CAST.format(dtype=name_of(job.dtype))
+    return {"errors": errors, "dtype": "float32", "runs": "onnxruntime", "how": how, "saves": saves}
 
 
 def proved(job: Job, dtype: torch.dtype) -> float:

@@ -77,7 +77,7 @@ class Peers(Shape):
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, seed: int):
-    """A folder as transformers writes it, float32, random weights and gains."""
+    """A folder as transformers reads it, float32, random weights and gains."""
     torch.manual_seed(seed)
     write_pretrained(random_model(config, "cpu").to_file({}), folder)
 

@@ -92,7 +92,7 @@ def groups_of(runs) -> dict[str, str]:
 
 
 def thinned(values: dict[int, float]) -> list[tuple[int, float]]:
-    """What is drawn of a line: so few that a long run's .csv stays small; of these, all."""
+    """What is drawn of a line: so few that a long run's .csv stays small. What is so short stays as it is."""
     *every, last = values.items()
     return [*every[:: math.ceil(len(every) / CURVE_POINTS) or 1], last]
 

@@ -96,9 +96,8 @@ class Figures:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
     def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, bars=True, **look):
-        """Several values at each place, and those that are far: the mean, hollow of one or two, of three or
-        more with its 95% interval, and each value as a dot to the right. What is far is written at the upper
-        edge in the form, and its place has no mean."""
+        """(values, far ones) at each place: the mean, hollow of one or two, of three and more with its 95%
+        interval, and right of it a dot each. Far ones are written at the upper edge; no mean is there."""
         found = [interval([] if far else near) for near, far in values]
         half = [i.half if bars and i.n > 2 else math.nan for i in found]
         ax.errorbar(at, [i.mean for i in found], yerr=half, **look)
@@ -106,7 +105,7 @@ class Figures:
         ax.plot(at, few, **{name: look[name] for name in ("color", "marker", "markersize")}, **HOLLOW)
         beside = self.plt.matplotlib.transforms.ScaledTranslation(3.5 / 72, 0, ax.figure.dpi_scale_trans)
         dots = {"linestyle": "none", "marker": ".", "color": look["color"], "markersize": 5, "zorder": 3}
-        dots |= {"markeredgecolor": "#FFFFFF", "markeredgewidth": 0.3}
+        dots |= {"markeredgecolor": "#FFFFFF", "markeredgewidth": 0.3, "clip_on": False}
         for place, (near, far) in zip(at, values, strict=True):
             for drawn in ax.plot([place] * len(near), near, **dots):
                 drawn.set_transform(drawn.get_transform() + beside)

@@ -47,7 +47,8 @@ from scripts.studies.runs import (
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
 DRAWN = """A dot is a run or a pair of runs, a bar the interval of three pairs and more, a hollow mark the \
-mean of fewer. A line joins means over the same seeds. A run that is more than {far:g}% behind is written at \
+mean of fewer. Settings of one value stand side by side, the dots of each to its right. A line joins means \
+over the same seeds. A run that is more than {far:g}% behind is written at \
 the edge of its panels, and its setting has no mean there."""
 
 
@@ -58,9 +59,7 @@ class Knobs:
     by: tuple[str, ...] = ("max_iters",)  # knobs: runs are compared where these are the same
     against: str | None = None  # a knob with numbers: the figure is the gap against it, a panel a group
     to: str = "baseline"  # the variant that the others are compared with
-    tuned: str | None = (
-        None  # one of --by: of its values that with most runs counts, of these the best in mean
-    )
+    tuned: str | None = None  # one of --by: each setting is shown at its own best value of it
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
     logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
     far: Positive = 10.0  # %: in the figure a run this far behind is of another kind, and no mean holds it
@@ -152,8 +151,14 @@ def paired(found: list[Cell], to: str) -> list[Cell]:
     for cell in found:
         base = bases.get((cell.group, cell.at if reads_it else None))
         if base and cell.variant != to:
-            cell.gaps = relative(by_seed(cell.runs), by_seed(base.runs))
+            found_of = relative(by_origin(cell.runs), by_origin(base.runs))
+            cell.gaps = {seed: gap for (_, seed), gap in found_of.items()}
     return sorted(found, key=Cell.place)
+
+
+def by_origin(runs: list[FinishedRun]) -> dict[tuple, float]:
+    """{(the gaps.csv that has a run, None for a folder, and its seed): its loss}"""
+    return {(run.head.get("read from"), run.seed): run.loss for run in runs}
 
 
 def at_best(found: list[Cell], k: Knobs) -> list[Cell]:
@@ -202,15 +207,16 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
             settings, line = {"seed": seed}, {"val/loss": float(row["loss"]), "s/mean": scale}
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
-            cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, {}, [line]))
+            head = {"read from": path}
+            cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, head, [line]))
     except (OSError, KeyError, ValueError, TypeError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
     return paired(list(found.values()), k.to)
 
 
 def joined(earlier: list[Cell], later: list[Cell], path: str) -> list[Cell]:
-    """Settings of a gaps.csv, and of runs, each with the gaps that it has. Raises: BadInput for a seed of one
-    setting in both, since a file does not say that all else is the same."""
+    """Settings of a gaps.csv, and of runs, each with the gaps that it has; that all else is the same is the
+    caller's word. Raises: BadInput for a seed of one setting in both."""
     found = {(cell.group, cell.what, cell.at): cell for cell in earlier}
     for cell in later:
         same = found.setdefault((cell.group, cell.what, cell.at), cell)
@@ -235,8 +241,7 @@ def looks(found: list[Cell]) -> dict[str, dict]:
     drawn = {}
     for name, colour in zip(names, colours, strict=True):
         mine = [cell for cell in found if cell.what == name]
-        counts = [len(cell.gaps) for cell in mine]
-        counts = counts if any(counts) else [len(cell.runs) for cell in mine]
+        counts = [len(cell.gaps) for cell in mine if cell.gaps] or [len(cell.runs) for cell in mine]
         n = "-".join(str(count) for count in sorted({min(counts), max(counts)}))
         short = re.sub(r"\((.*?),?\)", lambda tuple_: re.sub(r"\.0\b|\s", "", tuple_[1]), name)
         marker = MARKERS[variant_index(name) % len(MARKERS)]
@@ -263,14 +268,15 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
         panels[0].set_ylabel(label)
         for ax, group in zip(panels, groups, strict=True):
             draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y, k)
+            if y == "gap":
+                ax.axhline(0, color="#000000", linewidth=0.8)
+            if y == "gap" and k.band:
+                ax.axhspan(*k.band, color="#999999", alpha=0.25, linewidth=0)
         if written := [text.get_text().count("\n") + 1 for ax in panels for text in ax.texts]:
             low, high = ax.get_ylim()  # no dot where the edge is written on
             ax.set_ylim(low, high + (high - low) * max(written) / 12)
     for ax, title in zip(axes[0], titles, strict=True):
-        ax.axhline(0, color="#000000", linewidth=0.8)
         ax.set_title(title)
-        if k.band:
-            ax.axhspan(*k.band, color="#999999", alpha=0.25, linewidth=0)
     for ax in axes[-1]:
         ax.set_xlabel(k.against or "")
     if not k.against:
@@ -288,7 +294,7 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     along, back = (math.log, math.exp) if wide else (float, float)
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
     wanted = 0.05 * ax.get_gridspec().ncols if k.against else 0.12  # of the axis, a setting
-    room = min([wanted * span * len(drawn), *(0.9 * (along(b) - along(a)) for a, b in pairwise(ticks))])
+    room = min([wanted * span * len(drawn), *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
@@ -357,7 +363,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         raise BadInput("--seeds is for runs: the table beside a gaps.csv has all of its seeds")
     if again and k.logs:
         raise BadInput("--logs is for runs: a gaps.csv has no logs")
-    if files and not again and Path(files[0]).resolve().parent == Path(k.out).resolve():
+    if files and not again and Path(files[0]).resolve() == Path(k.out, "gaps.csv").resolve():
         raise BadInput(f"--out={k.out} would write over {files[0]}; name another")
     found = read_again(files[0], k) if files else []
     if not again:

@@ -143,6 +143,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         example = "python scripts/report.py picture out/demo out/demo-taper=none --bench=bench.json"
         raise BadInput(f"name a run, if you like one that kept its norms, and a benchmark: {example}")
     runs, (machine, rows) = [load(Path(word)) for word in words], read_bars(Path(k.bench))
+    if any(run.settings["taper"] != "none" for run in runs[1:]):
+        raise BadInput(f"{words[1]} tapers its norms away; name a run that keeps them, or leave it out")
     if not rows:
         raise BadInput(f"{k.bench} has none of {', '.join(BARS)}; name another --bench")
     fig = draw_picture(runs[0], runs[1] if len(runs) > 1 else None, machine, rows)

@@ -103,7 +103,7 @@ def bad_export(folder: Path, settings: dict) -> str:
     return ""
 
 
-def recorded_settings(folder: Path) -> dict | None:
+def settings_in(folder: Path) -> dict | None:
     """The settings in a run folder's config.json, None if they cannot be read."""
     with suppress(OSError, ValueError):
         return json_object((folder / "config.json").read_bytes())
@@ -133,7 +133,7 @@ def is_of_another_text(run: PlannedRun) -> bool:
 
 def look(run: PlannedRun) -> tuple[str, str]:
     """(new, resume, finished or refused; why it is refused), by what is in the run's folder."""
-    folder, recorded, log = run.folder, recorded_settings(run.folder), run.folder / "metrics.jsonl"
+    folder, recorded, log = run.folder, settings_in(run.folder), run.folder / "metrics.jsonl"
     checkpoints = [folder / "ckpt.pt", folder / "ckpt.prev.pt"]
     if not any((folder / name).exists() for name in MARKS):
         return "new", ""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanonorm.errors import BadInput
-from nanonorm.files import atomic_write
 from nanonorm.plots import COLOURS
 from nanonorm.tables import markdown, write_csv, write_markdown
 from scripts.studies.figures import Figures
@@ -88,8 +87,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     axes[0].set_ylabel(f"{what}: speedup over\n{baseline}, median and quartiles")
     axes[0].legend()
     fig.supxlabel(where, fontsize=7)
-    with atomic_write(figures.out / "gains.png") as f:
-        fig.savefig(f, format="png")
+    shown = figures.save(fig, "gains")
     write_csv(figures.out / "gains.csv", COLUMNS, ([row[name] for name in COLUMNS] for row in rows))
-    write_markdown(figures.out / "gains.md", [*text, "![gains](gains.png)"])
+    write_markdown(figures.out / "gains.md", [*text, shown])
     return "\n\n".join(text)
