@@ -309,7 +309,8 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     if k.against and len(ticks) == 1:
         ax.set_xlim(ticks[0] - span, ticks[0] + span)
     if len(ticks) < 9:
-        ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
+        narrow = ax.get_gridspec().ncols * len(ticks) > 8
+        ax.set_xticks(ticks, [f"{v:g}" for v in ticks], rotation=40 if narrow else 0)
         ax.minorticks_off()
 
 

@@ -24,7 +24,7 @@ BARS = {
     "baseline": ("#000000", "with its norms"),
     "unfused": ("#56B4E9", "norms as scalings"),
     "folded": ("#0072B2", "norms folded away"),
-    "floor": ("#BBBBBB", "matrix products alone"),
+    "floor": ("#BBBBBB", "products, attention"),
 }
 
 
