@@ -44,10 +44,11 @@ from nanonorm.run import open_model
 from nanonorm.typed import Count, Positive
 
 LEFT = 0.1  # of a card
-_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm"}
+_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm",
+         "norm_eps": 1e-5}  # fmt: skip
 _llama3 = {"rope_base": 500_000.0, "rope_scaling": (32.0, 1.0, 4.0, 8192.0), "norm_eps": 1e-5}
 _llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192} | _llama3
-_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True}
+_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True, "rope_base": 1e6}
 _qwen_8b = _qwen | {"hidden": 12_288, "tie_embeddings": False}
 _smollm2 = {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536, "rope_base": 100_000.0, "norm_eps": 1e-5}
 SHAPES = {  # weights -> layers, width, heads and the rest

@@ -207,7 +207,7 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
             settings, line = {"seed": seed}, {"val/loss": float(row["loss"]), "s/mean": scale}
             if seed in by_seed(cell.runs):
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
-            head = {"read from": path}
+            head = {"read from": row.get("origin") or path}
             cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, head, [line]))
     except (OSError, KeyError, ValueError, TypeError) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
@@ -373,11 +373,11 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         refuse_nonsense(k, finished)
         later, before = compared(finished, k.by, k.against, k.to), sum(len(cell.runs) for cell in found)
         found = joined(found, later, files[0]) if files else later
+    if k.tuned:
+        found, k = at_best(found, k), replace(k, by=tuple(knob for knob in k.by if knob != k.tuned))
     for cell in found:
         if lost := set(k.seeds or ()) - by_seed(cell.runs).keys():
             raise BadInput(f"--seeds={min(lost)}: {cell.what} has no run of it")
-    if k.tuned:
-        found, k = at_best(found, k), replace(k, by=tuple(knob for knob in k.by if knob != k.tuned))
     if not any(cell.gaps for cell in found):
         raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
     if k.against and all(cell.at is None for cell in found):
@@ -400,13 +400,14 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
     text.append(DRAWN.format(far=k.far))
-    of_all = [*filter(None, (k.against, k.tuned)), *k.by]
+    of_all = [*filter(None, (k.against, k.tuned, "origin" if files else None)), *k.by]
     head, table = ["what", "seed", "loss", "scale", "folder", "gap", *of_all], []
     for cell in found:
         for run in cell.runs:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
-            own = [*([cell.at] if k.against else []), *([cell.best] if k.tuned else []), *cell.group]
-            table.append([cell.what, *numbers, *own])
+            own = ["" if cell.at is None else f"{cell.at:g}"] if k.against else []
+            own += [*([cell.best] if k.tuned else []), *([run.head.get("read from")] if files else [])]
+            table.append([cell.what, *numbers, *own, *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)
     logs = figures.out / "logs.jsonl"
     if k.logs:

@@ -4,7 +4,7 @@
     python scripts/report.py picture out/demo out/demo-taper=none --bench=out/demo/bench.json
 
 A second run is one that keeps its norms. Speed is of the benchmark's first batch and context, in each of its
-runtimes. About 80 lines of the runs' logs are written beside the picture. Needs matplotlib.
+runtimes. About 80 lines of each run's log are written beside it. Needs matplotlib.
 """
 
 import math
@@ -143,8 +143,9 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         example = "python scripts/report.py picture out/demo out/demo-taper=none --bench=bench.json"
         raise BadInput(f"name a run, if you like one that kept its norms, and a benchmark: {example}")
     runs, (machine, rows) = [load(Path(word)) for word in words], read_bars(Path(k.bench))
-    if any(run.settings["taper"] != "none" for run in runs[1:]):
-        raise BadInput(f"{words[1]} tapers its norms away; name a run that keeps them, or leave it out")
+    kept = {"taper": "none"} | {knob: runs[0].settings[knob] for knob in ("norm", "dataset", "max_iters")}
+    if any(run.settings[knob] != value for run in runs[1:] for knob, value in kept.items()):
+        raise BadInput(f"{words[1]} is not {words[0]} with its norms kept; leave it out, or train that")
     if not rows:
         raise BadInput(f"{k.bench} has none of {', '.join(BARS)}; name another --bench")
     fig = draw_picture(runs[0], runs[1] if len(runs) > 1 else None, machine, rows)
