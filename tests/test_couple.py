@@ -243,13 +243,12 @@ def test_alphas_are_fitted_to_the_kl(corpus, tmp_path, capsys):
     file, path = open_model(base)
     network, idx = untapered(file, path, block_size=32), tokens(4, 32, vocab=400)
     of_ratio, own = alphas.measured(network, [idx])
-    start = 1.5 * alphas.statistic_numbers(
-        of_ratio, own, "least squares, each", keep=1
-    )  # wrong, but in reach
+    fitted = alphas.statistic_numbers(of_ratio, own, "least squares, each", keep=1)
+    start = fitted * torch.tensor([1.5, 0.5])  # wrong either way; further down the first has a plateau
     how = alphas.Knobs(steps=20, rate=0.1)
     found = alphas.kl_numbers(file, path, network, start, "each", [idx] * 20, how)
     far, near = (divergence(network, coupled(file, path, 1, n), [(idx, idx)]).kl for n in (start, found))
-    assert near < far and not found[1].any()  # by how much is the text's doing, which is this Python's
+    assert near < far / 4 and not found[1].any()
 
 
 @torch.no_grad()
