@@ -348,13 +348,13 @@ def test_every_result_says_what_made_it():
     """A command, which `test_every_command_is_one_that_works` reads, and commits that are in the history, as
     are those of numbers on the other pages."""
     rows = [line for line in (ROOT / "results/README.md").read_text().splitlines() if line.startswith("| ")]
-    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
-    told = [cells[-4:-1] for cells in tables if cells[0] != "claim"]
-    heads = [cells[-3:] for cells in tables if cells[0] == "claim"]
-    assert len(told) > 50 and heads == [["command", "commit", "status"]] * 5
-    for files, command, commit in told:
-        if "the same" in (files, command, commit):
-            assert {files, command, commit} == {"the same"}
+    head, *table = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+    assert head == ["claim", "value", "n", "figure", "CSV", "command", "commit", "status"]
+    told = [cells[3:7] for cells in table]
+    assert len(told) > 50 and all(len(cells) == len(head) for cells in table)
+    for *files, command, commit in told:
+        if "the same" in (*files, command, commit):
+            assert {*files, command, commit} == {"the same"}
             continue
         assert re.match(r"`(python|git) |on |by hand", command), command
         assert re.search(r"\b[0-9a-f]{7}\b|not kept", commit), commit
