@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import re
+import shlex
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -15,6 +17,7 @@ pytest.importorskip("matplotlib")
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
+from nanonorm.files import ROOT
 from nanonorm.plots import shades
 from nanonorm.stats import T95, interval
 from scripts.studies import gaps
@@ -222,7 +225,14 @@ def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     assert [label.get_text() for label in losses.get_xticklabels()] == ["mlp=gelu", "mlp=swiglu"]
     assert losses.get_ylabel() == "val/loss, nats" and len(losses.containers) == 3
     base = {line.get_label(): line for line in losses.containers}["baseline (n=2-3)"]
-    assert list(base.lines[0].get_ydata()) == pytest.approx([3.5, 5]) and not bars_of(base)
+    assert list(base.lines[0].get_ydata()) == pytest.approx([3.5, 5])
+    (bar,), losses_of = (
+        bars_of(base),
+        {d.get_xdata()[0]: d.get_ydata() for d in losses.lines if d.get_marker() == "."},
+    )
+    (three,) = [ys for xs, ys in losses_of.items() if xs == bar[0][0]]
+    half = 4.303 * np.std(three, ddof=1) / np.sqrt(3)
+    assert len(three) == 3 and half > 0 and bar.T[1] == pytest.approx([5 - half, 5 + half], rel=1e-3)
 
 
 def test_no_dot_lies_under_another_setting(monkeypatch, tmp_path):
@@ -435,6 +445,8 @@ def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
     wide = [(4.4 / 2 + seed / 10) / (4.0 / 2 + seed / 10) - 1 for seed in (1, 2, 3)]
     assert rows[-1][-2] == f"{100 * np.mean(wide):+.2f}"
     assert "own learning_rate" in said and "learning_rate=" not in gap.get_title()
+    assert [text.get_text() for text in gap.texts] == ["0.001 "] * 2
+    assert [text.get_text() for text in loss.texts] == ["0.003 "] * 2 + ["0.001 "] * 2
     again = drawn(monkeypatch, tmp_path / "gaps.csv", *flags, f"--out={tmp_path}")
     for ax, before in zip(again, (gap, loss), strict=True):
         for line, was in zip(ax.lines, before.lines, strict=True):
@@ -488,3 +500,19 @@ def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp
     panels, _ = report(monkeypatch, tmp_path, runs, "--against=learning_rate")
     lines = [list(line.lines[0].get_ydata()) for line in panels[1].containers]
     assert lines[0] == pytest.approx([5.5, 4.5, 6.0])  # the baseline's losses
+
+
+TABLES = sorted(path for path in (ROOT / "results").rglob("gaps.md") if (path.parent / "gaps.png").exists())
+
+
+@pytest.mark.parametrize(
+    "page", TABLES, ids=lambda page: page.parent.relative_to(ROOT / "results").as_posix()
+)
+def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
+    """By the command at the foot of its table, with a tick for each value, none of them a tuple."""
+    command = re.findall(r"^    python scripts/report.py gaps (.*)", page.read_text(), re.M)[-1]
+    path, *flags = shlex.split(command)
+    assert flags.pop() == f"--out={page.parent.relative_to(ROOT)}"
+    for ax in drawn(monkeypatch, ROOT / path, *flags, f"--out={tmp_path}"):
+        assert not any("=" in label.get_text() or "(" in label.get_text() for label in ax.get_xticklabels())
+        assert any(line.get_marker() == "." for line in ax.lines)

@@ -95,12 +95,13 @@ class Figures:
         for at, *row in rows[:: math.ceil(len(rows) / CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
-    def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, bars=True, **look):
+    def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, **look):
         """(values, far ones) at each place: the mean, hollow of one or two, of three and more with its 95%
         interval, and right of it a dot each. Far ones are written at the upper edge; no mean is there."""
         found = [interval([] if far else near) for near, far in values]
-        half = [i.half if bars and i.n > 2 else math.nan for i in found]
-        ax.errorbar(at, [i.mean for i in found], yerr=half, **look)
+        half = [i.half if i.n > 2 else math.nan for i in found]
+        bars = half if np.isfinite(half).any() else None  # else the legend has none either
+        ax.errorbar(at, [i.mean for i in found], yerr=bars, **look)
         few = [i.mean if i.n < 3 else math.nan for i in found]
         ax.plot(at, few, **{name: look[name] for name in ("color", "marker", "markersize")}, **HOLLOW)
         beside = self.plt.matplotlib.transforms.ScaledTranslation(3.5 / 72, 0, ax.figure.dpi_scale_trans)
