@@ -201,7 +201,7 @@ def test_a_command_that_is_not_read_is_found(command, place):
 
 
 def test_the_python_of_the_pages_compiles():
-    for page in [*PAGES, *(ROOT / "results").rglob("*.md")]:
+    for page in {*PAGES, *(ROOT / "results").rglob("*.md")}:
         for code in blocks("python", page):
             compile(code, page.name, "exec")
 

@@ -95,9 +95,10 @@ class Figures:
         for at, *row in rows[:: math.ceil(len(rows) / CURVE_POINTS)]:
             self.points.append((figure, panel, name, f"{at:.12g}", *(f"{v:.5g}" for v in row), len(y)))
 
-    def dots(self, ax, at: list, values: list[tuple[list, list]], form: str, **look):
+    def dots(self, ax, at: list, values: list[tuple[list, list]], above: list[list[str]], form: str, **look):
         """(values, far ones) at each place: the mean, hollow of one or two, of three and more with its 95%
-        interval, and right of it a dot each. Far ones are written at the upper edge; no mean is there."""
+        interval, and right of it a dot each. The lines of `above` are written at the upper edge, and below
+        them the far ones; no mean is there."""
         found = [interval([] if far else near) for near, far in values]
         half = [i.half if i.n > 2 else math.nan for i in found]
         bars = half if np.isfinite(half).any() else None  # else the legend has none either
@@ -107,13 +108,14 @@ class Figures:
         beside = self.plt.matplotlib.transforms.ScaledTranslation(3.5 / 72, 0, ax.figure.dpi_scale_trans)
         dots = {"linestyle": "none", "marker": ".", "color": look["color"], "markersize": 5, "zorder": 3}
         dots |= {"markeredgecolor": "#FFFFFF", "markeredgewidth": 0.3, "clip_on": False}
-        for place, (near, far) in zip(at, values, strict=True):
+        for place, (near, far), lines in zip(at, values, above, strict=True):
             for drawn in ax.plot([place] * len(near), near, **dots):
                 drawn.set_transform(drawn.get_transform() + beside)
             if far:
-                edge = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 7}
-                text = "\n".join(["\u2191", *(format(value, form) for value in sorted(far, reverse=True))])
-                ax.annotate(text, (place, 1), color=look["color"], **edge)
+                lines = [*lines, "\u2191", *(format(value, form) for value in sorted(far, reverse=True))]
+            if lines:
+                edge = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 6}
+                ax.annotate("\n".join(lines), (place, 1), color=look["color"], **edge)
 
     def panels(self, name: str, panels: list[Panel], rows: dict, variants, height=3.2) -> str:
         """A figure of metrics over steps; rows: {variant: runs}. Returns its markdown."""

@@ -272,16 +272,16 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
                 ax.axhline(0, color="#000000", linewidth=0.8)
             if y == "gap" and k.band:
                 ax.axhspan(*k.band, color="#999999", alpha=0.25, linewidth=0)
-        far = [text.get_text() for ax in panels for text in ax.texts if text.get_text().startswith("\u2191")]
-        above, below = max((text.count("\n") + 1 for text in far), default=0), 2 * bool(k.tuned)
-        low, high = ax.get_ylim()  # no dot where an edge is written on
-        ax.set_ylim(low - (high - low) * below / 12, high + (high - low) * above / 12)
+        if written := [text.get_text().count("\n") + 1 for ax in panels for text in ax.texts]:
+            low, high = ax.get_ylim()  # no dot where the edge is written on
+            ax.set_ylim(low, high + (high - low) * max(written) / 12)
     for head, ax, title in zip(axes[0], axes[-1], titles, strict=True):
         head.set_title(title)
         ax.set_xlabel(k.against or "")
     if not k.against:
-        told = len(names) > 1  # what is everywhere the same tells nothing
-        ax.set(xticks=range(len(names) * told), xticklabels=names * told, xlim=(-0.5, len(names) - 0.5))
+        names = names if len(names) > 1 else []  # what is everywhere the same tells nothing
+        ax.set_xticks(range(len(names)), names)
+        ax.set_xlim(-0.5, max(1, len(names)) - 0.5)
     figures.save(fig, "gaps", axes[-1, -1])
 
 
@@ -298,11 +298,9 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
         values = [cell.apart(y, k.far if trained else math.inf) for cell in mine]
-        figures.dots(ax, x, values, "+.0f" if y == "gap" else ".2f", **look)
+        above = [[f"{cell.best:g}"] if k.tuned else [] for cell in mine]
+        figures.dots(ax, x, values, above, "+.0f" if y == "gap" else ".2f", **look)
         means = [math.nan if far else sum(near) / len(near) for near, far in values]
-        for cell, place in zip(mine, x, strict=True) if k.tuned else ():
-            foot = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "bottom"}
-            ax.annotate(f"{cell.best:g} ", (place, 0.02), size=7, color=look["color"], **foot)
         for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, means, strict=True)), strict=True):
             if k.against and a.values(y).keys() == b.values(y).keys():
                 ax.plot(*zip(*ends, strict=True), color=look["color"], linewidth=1.0)
@@ -397,7 +395,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     )
     if k.tuned:
         chosen = "of its values those with most seeds count, and of them the one with the lowest mean loss"
-        text.append(f"Each setting has its own {k.tuned}, written below it: {chosen}.")
+        text.append(f"Each setting has its own {k.tuned}, written above it: {chosen}.")
     text += [f"And {before} runs of {path}, whose own page says how they were made." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
     text.append("![gaps](gaps.png)")
