@@ -295,6 +295,16 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
     assert not ax.texts and line.lines[0].get_ydata()[0] == pytest.approx((1 + 1 + 31.3) / 3)
 
 
+def test_panels_have_room_where_every_run_of_a_setting_failed(monkeypatch, tmp_path):
+    runs = grid("swiglu")
+    for made in runs:
+        made.lines[-1]["val/loss"] *= 1.3 if made.settings["coupled_grad"] else 1.0
+    (ax, losses), _ = report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert [text.get_text() for text in ax.texts] == ["\u2191" + 3 * "\n+31"]
+    ax.figure.canvas.draw()
+    assert all(panel.get_position().height > 0.25 for panel in (ax, losses))
+
+
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     flags, csv_file = ("--by=mlp", "--against=learning_rate", "--band=1,2"), tmp_path / "gaps.csv"
     panels, _ = report(monkeypatch, tmp_path, grid("swiglu"), *flags)

@@ -109,7 +109,8 @@ class Figures:
         dots = {"linestyle": "none", "marker": ".", "color": look["color"], "markersize": 5, "zorder": 3}
         dots |= {"markeredgecolor": "#FFFFFF", "markeredgewidth": 0.3, "clip_on": False}
         for place, (near, far), lines in zip(at, values, above, strict=True):
-            for drawn in ax.plot([place] * len(near), near, **dots):
+            if near:  # a line without points would take all room from the panels
+                (drawn,) = ax.plot([place] * len(near), near, **dots)
                 drawn.set_transform(drawn.get_transform() + beside)
             if far:
                 lines = [*lines, "\u2191", *(format(value, form) for value in sorted(far, reverse=True))]
