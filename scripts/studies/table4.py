@@ -37,7 +37,6 @@ NAMES = {  # of the hub's models (the last part of the id), and of our runs: con
     "xl": ("gpt2-xl", "gpt2-xl_vanilla800", "gpt2-xl_LNFree800"),
 }
 
-
 PAPER = {  # (size, method) -> {set: mean cross-entropy}
     (size, method): dict(zip(SETS, map(float, ces), strict=True))
     for size, method, *ces in map(str.split, ROWS.strip().splitlines())
