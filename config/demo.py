@@ -16,8 +16,7 @@ aux_weight = 0.1
 max_iters = 800
 learning_rate = 3e-3
 warmup_iters = 80
-gate_start = 80
-gate_end = 640
+gate_end_ratio = 0.8
 
 eval_interval = 400
 log_interval = 10

@@ -7,7 +7,7 @@
 
 A study is a file in scripts/studies/. It names the steps, one after the other, and the values in them:
 
-    question       what the study asks; about: what it takes
+    question       what the study asks; about: what it takes; gpu = true: without one only --try runs it
     [inputs]       what a user must name, with a remark: {stories} in a step, --stories=DIR in a command
     [values]       defaults of more names: a text, a list (an axis), or a table of rows ({model.teacher});
                    --name=value sets another, and with commas between them some of an axis
@@ -49,6 +49,7 @@ from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, atomic_write, json_object, write_json
 from nanonorm.log import say
+from nanonorm.machine import pick_device
 from nanonorm.typed import Count
 from scripts import sweep
 
@@ -151,8 +152,7 @@ class Step:
 def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
     """The steps to do, in their order. Raises: BadInput for a name in --only that no step has."""
     found = []
-    for number, step in enumerate([TOY_CORPUS, *study["steps"]]):
-        step = dict(step)
+    for number, step in enumerate(map(dict, [TOY_CORPUS, *study["steps"]])):
         if step.pop("when", None) == ("real" if k.rehearse else "try"):
             continue
         (kind,) = [kind for kind in KINDS if kind in step]
@@ -288,9 +288,8 @@ def toy_text(folder: Path):
     """Text of this project to rehearse on, as a folder of stories is laid out."""
     folder.mkdir(parents=True, exist_ok=True)
     train = "".join(path.read_text() for path in sorted((ROOT / "nanonorm").glob("*.py")))
-    texts = {"train.txt": train, "valid.txt": (ROOT / "model.py").read_text()}
-    texts["other.txt"] = (ROOT / "README.md").read_text()
-    for name, text in texts.items():
+    valid, other = ((ROOT / name).read_text() for name in ("model.py", "README.md"))
+    for name, text in {"train.txt": train, "valid.txt": valid, "other.txt": other}.items():
         (folder / name).write_text(text)
 
 
@@ -311,12 +310,13 @@ def main() -> int:
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
         values = values_of(study, k, given, fixed)
+        if study.get("gpu") and not k.rehearse and pick_device().type != "cuda":
+            raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)
         Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
         Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
         exit_on_signals()
-        record = Path(fixed["runs"], f"{names[0]}.study.json")
-        return Study(steps_of(study, values, k), k, record).work()
+        return Study(steps_of(study, values, k), k, Path(fixed["runs"], f"{names[0]}.study.json")).work()
 
 
 if __name__ == "__main__":

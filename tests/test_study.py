@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from running import ROOT, exit_status, said_by
 
 from config import Config
@@ -104,9 +105,11 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
+        (["gpu_sweep"], "gpu_sweep wants a GPU, and there is none; --try rehearses it"),
     ],
 )
-def test_bad_input_is_one_line(argv, said, command, capsys):
+def test_bad_input_is_one_line(argv, said, command, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command(*argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
