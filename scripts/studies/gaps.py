@@ -185,9 +185,8 @@ def table_text(
         gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
         at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
         scale = spread([run.last("s/mean") for run in cell.runs], 2)
-        best = [cell.best] if tuned else []
-        row = [*cell.group, cell.what, *at, *best, len(losses), spread(losses), scale, gap.n]
-        table.append([*row, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()])
+        row = [len(losses), spread(losses), scale, gap.n, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()]
+        table.append([*cell.group, cell.what, *at, *([cell.best] if tuned else []), *row])
     head = [*by, "", *filter(None, (against, tuned)), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
     return markdown(table, [*head, "95% interval"])
 
@@ -265,7 +264,7 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     fig, axes = figures.axes(len(rows), len(groups), 2.6 * len(rows), sharex="col", sharey="row")
     axes = axes.reshape(len(rows), len(groups))
     for panels, (y, label) in zip(axes, rows.items(), strict=True):
-        panels[0].set_ylabel(label)
+        panels[0].set_ylabel(f"{label}\n(above: {k.tuned})" if k.tuned else label)
         for ax, group in zip(panels, groups, strict=True):
             draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y, k)
             if y == "gap":
@@ -298,7 +297,8 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
         values = [cell.apart(y, k.far if trained else math.inf) for cell in mine]
-        above = [[f"{cell.best:g}"] if k.tuned else [] for cell in mine]
+        to = {cell.at: f" to {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
+        above = [[*[""] * i, f"{cell.best}{to.get(cell.at, '')}"] if k.tuned else [] for cell in mine]
         figures.dots(ax, x, values, above, "+.0f" if y == "gap" else ".2f", **look)
         means = [math.nan if far else sum(near) / len(near) for near, far in values]
         for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, means, strict=True)), strict=True):

@@ -180,8 +180,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if "fakeln" in runs:
         text += ["## What each removal of FakeLN does", event_table(runs["fakeln"], runs["vanilla"])]
         text.append(
-            "Training losses less those of vanilla's run with the same seed, windows and dropout: the mean "
-            f"of {NEAR} steps before the event; its step, less that; {NEAR} steps before the next, less that."
+            f"Training losses less vanilla's of the same seed, windows and dropout: the mean of {NEAR} steps "
+            f"before an event (dotted below); its step, less that; {NEAR} steps before the next, less that."
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c in the network before", "By norm and text: [before/stream.md](before/stream.md)."]
