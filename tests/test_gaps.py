@@ -517,10 +517,12 @@ TABLES = sorted(path for path in (ROOT / "results").rglob("gaps.md") if (path.pa
     "page", TABLES, ids=lambda page: page.parent.relative_to(ROOT / "results").as_posix()
 )
 def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
-    """By the command at the foot of its table, with dots, and no tick that is a tuple."""
+    """By the command at the foot of its table, with dots, all in view, and no tick that is a tuple."""
     command = re.findall(r"^    python scripts/report.py gaps (.*)", page.read_text(), re.M)[-1]
     path, *flags = shlex.split(command)
     assert flags.pop() == f"--out={page.parent.relative_to(ROOT)}"
     for ax in drawn(monkeypatch, ROOT / path, *flags, f"--out={tmp_path}"):
         assert not any("=" in label.get_text() or "(" in label.get_text() for label in ax.get_xticklabels())
-        assert any(line.get_marker() == "." for line in ax.lines)
+        dots = [x for line in ax.lines if line.get_marker() == "." for x in line.get_xdata()]
+        left, right = ax.get_xlim()
+        assert dots and left <= min(dots) and max(dots) <= right

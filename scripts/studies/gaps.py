@@ -291,8 +291,8 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     wide = 0 < 5 * ticks[0] <= ticks[-1]
     along, back = (math.log, math.exp) if wide else (float, float)
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
-    wanted = 0.05 * ax.get_gridspec().ncols if k.against else 0.12  # of the axis, a setting
-    room = min([wanted * span * len(drawn), *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
+    room = span * min(0.9, len(drawn) * (0.05 * ax.get_gridspec().ncols if k.against else 0.12))
+    room = min([room, *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
