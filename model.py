@@ -87,7 +87,7 @@ class ModelKnobs:
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
     taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
-    taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, at most
+    taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, in training
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off

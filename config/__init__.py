@@ -80,7 +80,7 @@ class Config(ModelKnobs):
     gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
     # sequential: steps between MLPs' norms, attentions' (q, k), their values
     gate_gaps: Annotated[Wholes | None, GATES, V2] = None
-    gate_budget: Annotated[Positive | None, GATES, Since(4)] = None  # nats of KL, or loss, where gates wait
+    gate_budget: Annotated[Positive | None, GATES, Since(4)] = None  # of KL, or the loss's rise: gates wait
     # a teacher, and adapters
     teacher: Annotated[str | None, AGAIN, V2] = None  # weights: a run, file, Hugging Face folder, hub id
     kl_weight: Annotated[NonNegative, TEACHER, V2] = 1.0  # of KL(teacher || student), at temperature 1

@@ -1,16 +1,16 @@
 """A network of this project in the tools that people have, without the norms that training took out of it.
 
     python scripts/convert.py out/demo --to=hf --out=demo-hf          transformers, vLLM, TransformerLens
-    python scripts/convert.py out/demo --to=stock --out=demo-llama    a plain Llama, Qwen3 or GPT-2
-    python scripts/convert.py out/demo --to=gguf --out=demo-gguf      llama.cpp
+    python scripts/convert.py out/all --to=stock --out=all-llama      a plain Llama, Qwen3 or GPT-2
+    python scripts/convert.py out/all --to=gguf --out=all-gguf        llama.cpp
     python scripts/convert.py out/demo --to=onnx --out=demo-onnx      onnxruntime
     python scripts/convert.py out/demo --to=all --out=demo-exports    all that can hold it
 
-PATH is a run folder, a model file, a GGUF file, a Hugging Face folder or a hub id. Whatever tapers is at gate
-0. An export is compared with the model on real text before --out exists; the error stands in its README.md
-and in its nanonorm.json, and no error that is too large is accepted. --push=USER/NAME then uploads the folder
-to the Hugging Face hub. What the targets need, and what proves them, is installed by `pip install -r
-requirements-export.txt`.
+out/all has --taper=all. PATH is a run folder, a model or GGUF file, a Hugging Face folder, a hub id. Whatever
+tapers is at gate 0. An export is compared with the model on real text before --out exists; the error stands
+in its README.md and nanonorm.json, and no error that is too large is accepted. --push=USER/NAME then uploads
+the folder to the Hugging Face hub. What the targets need, and what proves them, is installed by `pip
+install -r requirements-export.txt`.
 """
 
 import contextlib

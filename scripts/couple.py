@@ -9,10 +9,10 @@ MLP then divides by alpha r(x) where it divided by r(h): x and h are the stream 
 the MLP, r their RMS; alpha goes into the gain of the MLP's norm. --alpha=layer is a block's own: the one for
 which alpha^2 r(x)^2 / r(h)^2 is least far from 1, in squares, over all positions but the first, where r is
 another. mean is their mean over the coupled blocks, one for the network, as in the paper (CoupledNorm, 5.3).
-floor gives a block a second number: its MLP divides by alpha sqrt(r(x)^2 + floor), fitted alike. None costs a
-reduction. The first --keep blocks keep RMSNorm, where the stream jumps. What is left open is chosen by what
-is measured: the fewest kept blocks whose KL is within a tenth of the least in the table, and with them the
-alpha of the least KL.
+floor gives a block a second number: its MLP divides by alpha sqrt(r(x)^2 + floor), fitted alike. No choice
+adds a reduction. The first --keep blocks keep RMSNorm, where the stream jumps. What is left open is chosen by
+what is measured: the fewest kept blocks whose KL is within a tenth of the least in the table, and with them
+the alpha of the least KL.
 
 Prints the RMS by block, and how far each choice is from the original before anything is trained. Writes a
 folder: model.pt, the tokenizer, couple.md with the same tables, couple.json with their numbers, and rms.png

@@ -9,7 +9,7 @@ whether all of it fits.
 
 Counted: every tensor that a run keeps, what autograd keeps of a micro-batch, the largest pieces of logits and
 of gathered weights. Not counted: CUDA and its libraries, the allocator's gaps, and what an operator uses for
-itself; LEFT is for those. No GPU was at hand: these are counts, not measurements.
+itself; a tenth of the card is left for those. These are counts, not measurements.
 """
 
 import copy
