@@ -26,10 +26,9 @@ this checkout", with {names} in the words, and beside it
     when           "real": not with --try; "try": with it alone
     optional       true: if the command fails, go on all the same
 
-Names that are always there: {out}, the folder for tables and figures, {runs} and {data}, and with --try
-{text}, a folder of this project's own text, of which {data}/toy is prepared. A run that fails does not keep
-its sweep, or the next step, from going on; any other step that fails ends the study. A word with a star in a
-command that matches no path is said and left out: of a study that is done in part not every run is there.
+Names that are always there: {out}, for tables and figures, {runs} and {data}, and with --try {text}, a folder
+of this project's own text, of which {data}/toy is prepared. A run that fails stops neither its sweep nor the
+next step; any other ends the study. A word with a star that matches no path is said and left out.
 """
 
 import glob
@@ -45,11 +44,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
+
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, atomic_write, json_object, write_json
 from nanonorm.log import say
-from nanonorm.machine import pick_device
 from nanonorm.typed import Count
 from scripts import sweep
 
@@ -310,7 +310,7 @@ def main() -> int:
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
         values = values_of(study, k, given, fixed)
-        if study.get("gpu") and not k.rehearse and pick_device().type != "cuda":
+        if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)
         Path(fixed["out"]).mkdir(parents=True, exist_ok=True)

@@ -185,8 +185,8 @@ def table_text(
         gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
         at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
         scale = spread([run.last("s/mean") for run in cell.runs], 2)
-        row = [len(losses), spread(losses), scale, gap.n, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()]
-        table.append([*cell.group, cell.what, *at, *([cell.best] if tuned else []), *row])
+        rest = [len(losses), spread(losses), scale, gap.n, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()]
+        table.append([*cell.group, cell.what, *at, *([cell.best] if tuned else []), *rest])
     head = [*by, "", *filter(None, (against, tuned)), "n", "val/loss", "last s/mean", "pairs", "gap, %"]
     return markdown(table, [*head, "95% interval"])
 
@@ -293,11 +293,11 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
     room = span * min(0.9, len(drawn) * (0.05 * ax.get_gridspec().ncols if k.against else 0.12))
     room = min([room, *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
+    to = {cell.at: f" to {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
         values = [cell.apart(y, k.far if trained else math.inf) for cell in mine]
-        to = {cell.at: f" to {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
         above = [[*[""] * i, f"{cell.best}{to.get(cell.at, '')}"] if k.tuned else [] for cell in mine]
         figures.dots(ax, x, values, above, "+.0f" if y == "gap" else ".2f", **look)
         means = [math.nan if far else sum(near) / len(near) for near, far in values]
