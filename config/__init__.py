@@ -97,7 +97,7 @@ class Config(ModelKnobs):
     device: Annotated[str, AGAIN] = "auto"
     # bfloat16 is by autocast
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], AGAIN] = "auto"
-    # torch.compile the model, or "regional" each block by itself; None: on a GPU the model
+    # torch.compile the model, or "regional" each block by itself; None: on a GPU the model, sharded: regional
     compile: Annotated[bool | Literal["regional"] | None, AGAIN] = None
     cuda_graph: Annotated[bool, AGAIN, V2] = False  # a step, forward to AdamW, as one CUDA graph (one GPU)
     grad_checkpoint: Annotated[bool, AGAIN, V2] = False  # blocks run again in the backward, to save memory

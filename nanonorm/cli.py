@@ -174,20 +174,23 @@ def name_of(settings, files: list[str], unnamed: set[str]) -> str:
 
 
 def comments(cls) -> dict[str, str]:
-    """Name -> comment of every knob of a dataclass, at the end of its line or on the one above, read from its
-    source and from that of its bases."""
+    """Name -> comment of every knob of a dataclass, at the end of its line or alone on the one above, read
+    from its source and from that of its bases."""
     found = {}
     for c in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(c):
             continue
         source = inspect.getsource(c)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        of_line = {t.start[0]: t.string.removeprefix("# ") for t in tokens if t.type == tokenize.COMMENT}
+        marks = [t for t in tokens if t.type == tokenize.COMMENT]
+        of_line = {t.start[0]: t.string.removeprefix("# ") for t in marks}
+        alone = {t.start[0] for t in marks if t.line.lstrip().startswith("#")}
         for node in ast.parse(source).body[0].body:
             if isinstance(node, ast.AnnAssign):
                 lines = [line for line in range(node.lineno, node.end_lineno + 1) if line in of_line]
-                lines = lines or [node.lineno - 1]
-                found[node.target.id] = " ".join(of_line.get(line, "") for line in lines)
+                if not lines and node.lineno - 1 in alone:
+                    lines = [node.lineno - 1]
+                found[node.target.id] = " ".join(of_line[line] for line in lines)
     return {f.name: found[f.name] for f in dataclasses.fields(cls)}
 
 

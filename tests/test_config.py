@@ -66,6 +66,12 @@ COMMANDS = {
     "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts", "scripts.speed.where": "Where",
     "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs", "scripts.studies.gpt2": "Knobs",
     "scripts.studies.couple": "Knobs", "scripts.studies.gaps": "Knobs", "scripts.studies.alphas": "Knobs",
+    "scripts.studies.amplify": "Knobs", "scripts.studies.course": "Knobs",
+    "scripts.studies.held_out": "Knobs", "scripts.studies.widths": "Knobs",
+    "scripts.speed.serving": "Serving", "scripts.speed.runtimes": "Runtimes",
+    "scripts.harness.continuations": "Knobs", "scripts.harness.run": "Harness",
+    "scripts.convert": "Convert", "scripts.stream": "Knobs", "scripts.study": "StudyKnobs",
+    "scripts.plan": "Plan", "data.windows": "Knobs",
 }  # fmt: skip
 
 
@@ -82,6 +88,27 @@ def test_every_knob_of_a_command_has_a_type_a_comment_and_a_place_in_help(module
         assert said.endswith(f"{notes[f.name]} [{in_words(kinds[f.name])}]")
         assert len(notes[f.name].strip()) > 3, f.name
     assert sum(line.startswith("  --") for line in lines) == len(notes)
+
+
+def test_a_comment_at_the_end_of_a_line_is_of_that_line_alone(tmp_path, monkeypatch):
+    write(
+        tmp_path,
+        "two_knobs.py",
+        """
+from dataclasses import dataclass
+
+@dataclass
+class Knobs:
+    first: int = 1  # of the first
+    second: int = 2
+    # of the third
+    third: int = 3
+""",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert comments(importlib.import_module("two_knobs").Knobs) == {
+        "first": "of the first", "second": "", "third": "of the third"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

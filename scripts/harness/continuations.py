@@ -27,7 +27,7 @@ START, END, CHOICES = 24, 8, 5  # words, words, ends of an item
 @dataclass
 class Knobs:
     items: Count = 1000  # of all texts together
-    seed: Whole = 0
+    seed: Whole = 0  # of the passages and their false ends
 
 
 def passages(path: str) -> list[list[str]]:

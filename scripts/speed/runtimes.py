@@ -51,8 +51,8 @@ SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "vocab_size")
 class Runtimes:
     """What is timed."""
 
-    runtimes: tuple[Literal[*FROM_ONNX, "torch", "executorch"], ...] = ("torch", "onnxruntime")
-    networks: tuple[Literal[*NETWORKS], ...] = tuple(NETWORKS)
+    runtimes: tuple[Literal[*FROM_ONNX, "torch", "executorch"], ...] = ("torch", "onnxruntime")  # engines
+    networks: tuple[Literal[*NETWORKS], ...] = tuple(NETWORKS)  # with which norms
     n_layer: Count = 30  # blocks
     n_embd: Count = 576  # width
     n_head: Count = 9  # query heads

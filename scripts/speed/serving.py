@@ -71,14 +71,14 @@ class Serving:
 
     out: str | None = None  # the folder for networks, exports and serving.csv
     vllm: str | None = None  # an interpreter that has vLLM
-    who: tuple[Literal[*CONTESTANTS], ...] = tuple(CONTESTANTS)
+    who: tuple[Literal[*CONTESTANTS], ...] = tuple(CONTESTANTS)  # contestants
     mode: Literal["compiled", "eager"] = "compiled"  # in vLLM, whose default is compiled
     batch: tuple[Count, ...] = (1, 8, 32)  # texts at once
     prompt: Count = 128  # tokens
     new_tokens: Count = 128  # tokens that follow each
     rounds: Count = 2  # of each batch, timed, in each process
     processes: Count = 3  # turns
-    threads: Count = 2
+    threads: Count = 2  # of each process
     seed: Whole = 1337  # of prompts and order
 
 

@@ -36,7 +36,7 @@ USUAL = (
 class Knobs:
     """What is drawn, and where it goes."""
 
-    metrics: tuple[str, ...] = USUAL
+    metrics: tuple[str, ...] = USUAL  # one that ends in a dot is all that begin so
     columns: Count = 3  # of panels
     out: str | None = None  # .png file to write
 
