@@ -138,10 +138,11 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
         del state[name]  # the norms are there, and give them again
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
-            state[name] = state[name.removesuffix("_tilde")].clone()
+            if (gain := name.removesuffix("_tilde")) in state:
+                state[name] = state[gain].clone()
         elif name.rpartition(".")[2] in (*TRACKED, "floor"):
             state[name] = torch.tensor(1.0 if name.endswith(".c") else 0.0)
-    if "pos_emb.weight" in wanted:
+    if "pos_emb.weight" in wanted.keys() & state.keys():
         state["pos_emb.weight"] = state["pos_emb.weight"][: config.block_size].clone()
     meta = {k: v for k, v in file["meta"].items() if k in ("base", "corpus", "format")}
     begun = {"config": asdict(config), "state": state, "meta": meta, "run": {}}  # run: as a checkpoint's

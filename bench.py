@@ -370,7 +370,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     if shape.form in ("folded", "weightless"):  # its other forms are gone
         rivals = [name for name in rivals if VARIANTS[name][2] == shape.form]
     runtimes = ("eager", "compiled", "graph") if gpu else ("eager",)
-    k.variants = tuple(dict.fromkeys(k.variants or ("baseline", "weightless", *rivals)))
+    first = ("baseline",) if shape.form != "weightless" or shape.taper != "none" else ()
+    k.variants = tuple(dict.fromkeys(k.variants or (*first, "weightless", *rivals)))
     k.runtimes = tuple(dict.fromkeys(k.runtimes or runtimes))
     k.seq = tuple(dict.fromkeys(k.seq or (max(1, longest // 4), max(1, longest // 2), longest)))
     if k.dtype == "auto":
@@ -426,7 +427,8 @@ def main(argv: list[str]):
     print(f"machine  {hardware(device)}; torch {torch.__version__}; {k.dtype}")
     print(f"model    {path or 'random weights'}: {size:.2f} M parameters, {form}")
     print(f"measure  {k.mode}: tok/s = {what}; medians of {k.iters} interleaved rounds after {k.warmup}")
-    print(f"floor    the matrix products and attention calls alone; {unit}: of one forward")
+    units = " and ".join(dict.fromkeys("nodes" if r == "onnx" else unit for r in k.runtimes))
+    print(f"floor    the matrix products and attention calls alone; {units}: of one forward")
     if device.type == "cpu" and "compiled" not in k.runtimes:
         price = "needs a C++ compiler and minutes: each shape is compiled"
         print(f"compiled not timed; --runtimes=eager,compiled adds it ({price})")
@@ -444,7 +446,7 @@ def main(argv: list[str]):
     settings = {name: value for name, value in asdict(k).items() if name not in knobs}
     report = dict(settings=settings, path=path, model=asdict(shape), machine=hardware(device),
                   torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
-                  work=unit, differences=differences, rows=figures)  # fmt: skip
+                  work=units, differences=differences, rows=figures)  # fmt: skip
     finish(report, k.out)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.figure:

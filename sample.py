@@ -23,7 +23,7 @@ from forms import from_file
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.machine import pick_device
+from nanonorm.machine import compiler_works, pick_device
 from nanonorm.run import open_model
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
@@ -87,9 +87,11 @@ def main():
         raise BadInput(
             "name one run folder or model file: python sample.py out/demo (--help lists the options)"
         )
+    device = pick_device(cfg.device)
+    if cfg.compile:
+        compiler_works(device)
     file, path = open_model(words[0])
-    model = from_file(file, path)
-    model.to(pick_device(cfg.device))
+    model = from_file(file, path).to(device)
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
     ids = prompt_ids(tokenizer, prompt, cfg.chat, model.config.sink_token)

@@ -73,9 +73,9 @@ def validate(module, tokens, cfg, device, autocast, ranks: Ranks, of=("ce",)) ->
 class Step:
     """Forward, backward, statistics, clipping, AdamW: `step.at(k); step(x, y)` is optimizer step k of a run.
 
-    Nothing in it waits for the device, except where AdamW is not fused. `totals` sums `losses` and 1 over
-    micro-batches until they are read. A step whose loss or gradient is not finite updates nothing, nor does
-    any later one; `check` finds out.
+    Nothing in it waits for the device, except where AdamW is not fused or the gates have a budget to look at.
+    `totals` sums `losses` and 1 over micro-batches until they are read. A step whose loss or gradient is not
+    finite updates nothing, nor does any later one; `check` finds out.
 
     model: the network that trains; of it `learns`, by name: its adapters, or without any all; module: what is
     called for the losses of a micro-batch, a Distilled around the model or the model itself. `compiled` is
@@ -240,7 +240,7 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
     if "kl" in found:
         line["val/kl"] = found["kl"]
     if norms:
-        torch.nn.ModuleList(norms.values()).train()  # they alone are at their gates; without dropout
+        torch.nn.ModuleList(norms.values()).train()  # they alone, at their gates and with ceilings
         line["val/loss_gated"] = validate(*rest)[0]
     module.train()
     return line
@@ -379,7 +379,7 @@ def main(held: ExitStack):
 
     # --- the exports
     if why_not := step.gates.why_up():
-        raise SystemExit(f"train.py: {why_not}")
+        raise SystemExit(f"train.py: {why_not}" if ranks.main else 1)
     if note := at_ceiling(model):
         folder.announce(note)
     if cfg.shard:

@@ -1,6 +1,6 @@
 """Every knob of a training run: its type, default and comment, and whether a resumed run may change it.
 
-The architecture's knobs are declared in model.ModelConfig and taken from there. nanonorm/cli.py sets them
+The architecture's knobs are declared in model.ModelKnobs and taken from there. nanonorm/cli.py sets them
 all from config files and flags; the files of this folder are one run each, and README.md lists them.
 """
 
@@ -111,12 +111,12 @@ class Config(ModelKnobs):
         if self.lr_decay_iters is None:
             self.lr_decay_iters = max(self.max_iters, self.warmup_iters + 1)
         settle_gates(self)
-        if self.warmup_iters >= self.lr_decay_iters:
+        if self.decay_lr and self.warmup_iters >= self.lr_decay_iters:
             decay = f"lr_decay_iters={self.lr_decay_iters}"
             raise BadInput(f"warmup_iters={self.warmup_iters} must be below {decay}")
         if self.dropout and self.cuda_graph:
             raise BadInput("dropout draws anew in each micro-batch, which a CUDA graph cannot; set one")
-        if self.min_lr > self.learning_rate:
+        if self.decay_lr and self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         if START.met(self):
             check_gates(self)
@@ -228,7 +228,7 @@ class Config(ModelKnobs):
             if asked is not None and asked != recorded:
                 remedy = "leave it out, or name another out_dir"
                 if name == "max_iters":
-                    begin = f"start a new run from the finished one with --init_from={self.out_dir}"
+                    begin = f"start a new run from this one with --init_from={self.out_dir}"
                     remedy = f"to train on, {begin} and another --out_dir"
                 differs = f"{name}={asked} differs from {recorded} of the run in {self.out_dir}"
                 raise BadInput(f"{differs}; {remedy}")

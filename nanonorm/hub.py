@@ -52,7 +52,7 @@ def read_folder(folder: Path, dtype: torch.dtype | None, hollow: bool) -> dict:
     """{"config", "state", "meta"} of a Hugging Face folder, in the file's type or `dtype`.
 
     Each tensor is memory of its own, filled from its file, which is mapped for it alone. All is checked
-    before the first is made, but for finite values, which Transformer.from_file looks for.
+    before the first is made, but for finite values, which forms.from_file looks for.
     Raises: BadFile for what is damaged or missing, ModelError for what our model cannot be.
     """
     config, path = read_config(folder), folder / "config.json"

@@ -106,7 +106,9 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         if device.type not in ("cpu", "cuda", "mps"):
             raise RuntimeError
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, UnicodeError):
+    except (RuntimeError, AssertionError, UnicodeError) as e:
+        if "out of memory" in str(e):
+            raise  # it is there, and full
         works = "cuda" if gpu else "cpu"
         raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None
     if device.type == "cuda":
@@ -240,8 +242,9 @@ def uncompiled(compiles: bool | str):
 
 
 def flops_per_token(model) -> int:
-    """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention.
-    model: a model.Transformer."""
+    """Of a training step (forward, backward) at a full window: 6 per matrix weight, causal attention. Neither
+    a teacher's forward counts, nor that frozen weights beside adapters get no gradient. model: a
+    model.Transformer."""
     c = model.config
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
     matrices.pop("pos_emb.weight", None)  # looked up, not multiplied by

@@ -41,11 +41,14 @@ def log_line(step, done: int, tokens_per_s: float, peak: float) -> dict[str, flo
 def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
 
-    |W y|^2 = y (W'W) y, so the (B, T, V) logits are never built.
+    |W y + b|^2 = y (W'W) y + 2 y (W'b) + |b|^2, so the (B, T, V) logits are never built.
     """
     h = upcast(stream)
-    y, W = upcast(model.norm_final(h)), upcast(model.head()[0])
-    return model.scale(h).mean(), ((y @ whole(W.t() @ W)) * y).sum(-1).clamp_min(0).sqrt().mean()
+    y, (W, b) = upcast(model.norm_final(h)), model.head()
+    squares = ((y @ whole(upcast(W).t() @ upcast(W))) * y).sum(-1)
+    if b is not None:  # a head into which a LayerNorm was folded
+        squares = squares + 2 * (y @ (upcast(whole(W)).t() @ upcast(b))) + upcast(b).square().sum()
+    return model.scale(h).mean(), squares.clamp_min(0).sqrt().mean()
 
 
 def residual(taper) -> torch.Tensor:

@@ -12,8 +12,9 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
 
     def look(module, args, out):
         out = getattr(out, "total", out)
+        parts = out if isinstance(out, tuple) else (out,)  # two from a norm with two gates
         # the anchor returns None until it has a target
-        if not found and out is not None and not torch.isfinite(out).all():
+        if not found and any(t is not None and not torch.isfinite(t).all() for t in parts):
             found.append(f"output of {names[module] or 'the loss'}")
 
     names = {m: name for name, m in model.named_modules()}

@@ -108,7 +108,7 @@ class Tracked:
         anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}
         sites = {f"{name}.site": site for name, site in site_losses(self).items()}
         tapers = self.taper_norms()
-        limits = {f"{name}.ceiling": t.ceiling for name, t in tapers.items() if hasattr(t, "ceiling")}
+        limits = {f"{name}.ceiling": ceiling for name, ceiling in ceilings(self).items()}
         return tapers | anchor | sites | limits
 
     @torch.no_grad()
@@ -280,8 +280,8 @@ class Ceiling(Tracker):
 
     A norm does not see the scale of what it reads, so its branch stays what it is, but for norm_eps; the
     fixed branch puts out at most `ceiling` times what the norm would, with the gain that c was fitted to. In
-    training alone, from the blend on: an export knows nothing of it, and is what was trained if no token
-    meets it any more.
+    training and in val/loss_gated, from the blend on: an export knows nothing of it, and is what was trained
+    if no token meets it any more.
     """
 
     quantities, phases = ("ema_limited",), ("blend", "scale")

@@ -264,6 +264,13 @@ def test_bad_input(argv, says, folder):
         bench.main([*(FLAGS if argv[0].startswith("--") else []), *QUICK, *argv])
 
 
+def test_a_weightless_network_is_timed_without_its_norms_gains(capsys, tmp_path):
+    model = bench.random_model(ModelConfig(**SHAPE), CPU)
+    torch.save(fold(model, gains=True).to_file({}), tmp_path / "model.pt")
+    _, report = run(capsys, str(tmp_path))
+    assert [r["variant"] for r in report["rows"]] == ["weightless", "floor"]
+
+
 def test_missing_compiler_is_one_line(monkeypatch):
     from torch._inductor.exc import InvalidCxxCompiler
 

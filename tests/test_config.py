@@ -589,6 +589,10 @@ def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
         set_by(*flags).resolve()
 
 
+def test_at_a_constant_rate_nobody_reads_where_it_would_end():
+    set_by("--decay_lr=False", "--min_lr=1", "--warmup_iters=5", "--lr_decay_iters=5").resolve()
+
+
 def resumed(run: dict, **asked) -> Config:
     """The settings with which a run of these goes on, if it is asked to."""
     return Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())

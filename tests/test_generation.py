@@ -1,13 +1,16 @@
 """Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
 
+import sys
 from itertools import pairwise
 from pkgutil import resolve_name
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
 from running import flags, train
 
+import sample
 from forms import FORMS
 from nanonorm.cache import KVCache
 from nanonorm.generation import aligned
@@ -175,6 +178,13 @@ def test_a_context_of_one_token_sees_that_one():
     for use_cache in (True, False):
         assert torch.equal(model.generate(wanted, 6, temperature=0, use_cache=use_cache), text)
         assert torch.equal(model.generate(list(wanted), 6, temperature=0, use_cache=use_cache)[0], text[0])
+
+
+def test_sampling_without_a_compiler_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no g++")))
+    monkeypatch.setattr(sys, "argv", ["sample.py", "nowhere", "--compile=True", "--device=cpu"])
+    with refuses("torch.compile does not work here (no g++)"):
+        sample.main()
 
 
 def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):

@@ -238,6 +238,18 @@ def test_a_weightless_network_stays_one(corpus, tmp_path):
     assert trained.config.form == "weightless" and not any("norm" in name for name in trained.state_dict())
 
 
+@pytest.mark.parametrize(
+    "lost, knobs", [("pos_emb.weight", {}), ("blocks.0.norm_attn.weight", {"taper": "internal"})]
+)
+def test_a_file_without_one_of_its_tensors_names_it(lost, knobs, corpus, tmp_path, capsys):
+    file = Transformer(ModelConfig(**SMALL, positions="learned")).to_file({})
+    del file["state"][lost]
+    torch.save(file, tmp_path / "less.pt")
+    train(*begun(tmp_path / "run", corpus, tmp_path / "less.pt", **knobs), expect=2)
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"less.pt does not fit its config: tensor {lost} is missing")
+
+
 def test_the_middle_of_a_taper_is_no_beginning(corpus, tmp_path, capsys):
     model = Transformer(ModelConfig(**SMALL, taper="all"))
     torch.save(model.to_file({"gate": [0.0, 0.25, 0.5], "phase": "blend"}), tmp_path / "ckpt.pt")
@@ -288,7 +300,7 @@ def test_a_taper_named_none_is_no_contradiction(norm_free, corpus, tmp_path):
 
 def test_a_finished_run_that_is_to_go_further_says_how(norm_free, capsys):
     said = refused(capsys, "--init_from=resume", f"--out_dir={norm_free}", "--max_iters=100")
-    assert f"a new run from the finished one with --init_from={norm_free} and another --out_dir" in said
+    assert f"a new run from this one with --init_from={norm_free} and another --out_dir" in said
 
 
 def test_a_corpus_in_other_tokens_is_refused(bpe_corpus, corpus, tmp_path, capsys):

@@ -97,6 +97,14 @@ def test_a_device_that_is_not_there(name):
         pick_device(name)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_full_gpu_is_not_an_absent_one(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=error("CUDA error: out of memory")))
+    with pytest.raises(error, match="out of memory"):
+        pick_device("auto")
+
+
 def test_mps_computes_in_float32():
     mps = torch.device("mps")
     picked = {pick_dtype(name, mps, 1024) for name in ("auto", "float32")}

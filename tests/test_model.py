@@ -100,6 +100,13 @@ def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say():
     assert l2.item() == pytest.approx(logits.norm(dim=-1).mean().item(), rel=1e-10)
 
 
+def test_the_logits_length_counts_the_heads_bias():
+    model, (idx, targets) = fold(tiny("layernorm", taper="all")), batch()
+    assert model.head()[1].abs().max() > 0.01
+    _, l2 = diagnostics(model, model(idx, targets).stream)
+    assert l2.item() == pytest.approx(model(idx).norm(dim=-1).mean().item(), rel=1e-10)
+
+
 # --- causality, RoPE, cache, generation
 
 
