@@ -370,7 +370,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     if shape.form in ("folded", "weightless"):  # its other forms are gone
         rivals = [name for name in rivals if VARIANTS[name][2] == shape.form]
     runtimes = ("eager", "compiled", "graph") if gpu else ("eager",)
-    first = ("baseline",) if shape.form != "weightless" or shape.taper != "none" else ()
+    own = shape.form == "weightless" and shape.taper == "none" and NORMS[shape.norm].tapers
+    first = () if own else ("baseline",)  # its own is gone
     k.variants = tuple(dict.fromkeys(k.variants or (*first, "weightless", *rivals)))
     k.runtimes = tuple(dict.fromkeys(k.runtimes or runtimes))
     k.seq = tuple(dict.fromkeys(k.seq or (max(1, longest // 4), max(1, longest // 2), longest)))

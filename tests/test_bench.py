@@ -264,11 +264,14 @@ def test_bad_input(argv, says, folder):
         bench.main([*(FLAGS if argv[0].startswith("--") else []), *QUICK, *argv])
 
 
-def test_a_weightless_network_is_timed_without_its_norms_gains(capsys, tmp_path):
-    model = bench.random_model(ModelConfig(**SHAPE), CPU)
+@pytest.mark.parametrize(
+    "norm, columns", [("rmsnorm", ["weightless"]), ("cbwc", ["baseline", "weightless", "cbwc_weightless"])]
+)
+def test_a_weightless_network_is_timed_without_what_is_gone(norm, columns, capsys, tmp_path):
+    model = bench.random_model(ModelConfig(**SHAPE, norm=norm), CPU)
     torch.save(fold(model, gains=True).to_file({}), tmp_path / "model.pt")
     _, report = run(capsys, str(tmp_path))
-    assert [r["variant"] for r in report["rows"]] == ["weightless", "floor"]
+    assert [r["variant"] for r in report["rows"]] == [*columns, "floor"]
 
 
 def test_missing_compiler_is_one_line(monkeypatch):

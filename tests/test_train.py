@@ -334,7 +334,7 @@ def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, c
     assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
 
 
-def test_non_finite_before_two_gates_is_named(corpus, tmp_path):
+def test_non_finite_before_two_gates_is_one_line(corpus, tmp_path):
     """FakeLN's norm before queries, keys and values puts out two tensors."""
     knobs = dict(norm="layernorm", taper="all", calibration="mean_scale", anchor_target="batch", max_iters=12)
     knobs |= dict(learning_rate=1e30, grad_clip=0, warmup_iters=1, gate_start=1, gate_end=8)

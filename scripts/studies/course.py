@@ -36,7 +36,7 @@ USUAL = (
 class Knobs:
     """What is drawn, and where it goes."""
 
-    metrics: tuple[str, ...] = USUAL  # one that ends in a dot is all that begin so
+    metrics: tuple[str, ...] = USUAL  # a name that ends in a dot: all that begin with it
     columns: Count = 3  # of panels
     out: str | None = None  # .png file to write
 
