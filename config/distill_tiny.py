@@ -2,7 +2,8 @@
 # twice the rank, KL to the teacher alone; the rank is a quarter of the width, as 1024 is of Qwen 8B's. Steps,
 # rate and batch are chosen here.
 # The study coupled_posthoc runs it for several choices of alpha and kept blocks. Before it:
-#   python scripts/couple.py out/llama_tiny --data=tinystories_2k --out=out/llama_tiny_coupled
+#   python scripts/couple.py out/llama_tiny --data=tinystories_2k --alpha=layer --keep=2 \
+#       --out=out/llama_tiny_coupled
 
 dataset = "tinystories_2k"
 init_from = "out/llama_tiny_coupled"
