@@ -370,9 +370,10 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     if shape.form in ("folded", "weightless"):  # its other forms are gone
         rivals = [name for name in rivals if VARIANTS[name][2] == shape.form]
     runtimes = ("eager", "compiled", "graph") if gpu else ("eager",)
-    own = shape.form == "weightless" and shape.taper == "none" and NORMS[shape.norm].tapers
-    first = () if own else ("baseline",)  # its own is gone
-    k.variants = tuple(dict.fromkeys(k.variants or (*first, "weightless", *rivals)))
+    usual = ["baseline", "weightless", *rivals]
+    if shape.form == "weightless" and shape.taper == "none" and NORMS[shape.norm].tapers:
+        usual.remove("baseline")  # it is this network with its gains, which are gone
+    k.variants = tuple(dict.fromkeys(k.variants or usual))
     k.runtimes = tuple(dict.fromkeys(k.runtimes or runtimes))
     k.seq = tuple(dict.fromkeys(k.seq or (max(1, longest // 4), max(1, longest // 2), longest)))
     if k.dtype == "auto":
@@ -419,6 +420,8 @@ def main(argv: list[str]):
     device = resolve(k, shape)
     models = build(k.variants, shape, run, device, getattr(torch, k.dtype), k.seed)
     unit = "kernels" if device.type == "cuda" else "operators"
+    units = {runtime: "nodes" if runtime == "onnx" else unit for runtime in k.runtimes}
+    counted = " and ".join(dict.fromkeys(units.values()))
     what = "batch x seq / time, last-token logits, no KV cache"
     if k.mode == "decode":
         what = "batch / time, one token, KV cache of seq"
@@ -428,8 +431,7 @@ def main(argv: list[str]):
     print(f"machine  {hardware(device)}; torch {torch.__version__}; {k.dtype}")
     print(f"model    {path or 'random weights'}: {size:.2f} M parameters, {form}")
     print(f"measure  {k.mode}: tok/s = {what}; medians of {k.iters} interleaved rounds after {k.warmup}")
-    units = " and ".join(dict.fromkeys("nodes" if r == "onnx" else unit for r in k.runtimes))
-    print(f"floor    the matrix products and attention calls alone; {units}: of one forward")
+    print(f"floor    the matrix products and attention calls alone; {counted}: of one forward")
     if device.type == "cpu" and "compiled" not in k.runtimes:
         price = "needs a C++ compiler and minutes: each shape is compiled"
         print(f"compiled not timed; --runtimes=eager,compiled adds it ({price})")
@@ -438,7 +440,7 @@ def main(argv: list[str]):
     for runtime in k.runtimes:
         shapes = itertools.product(k.batch, k.seq)
         rows = (measure(models, k, runtime, batch, seq, device, differences) for batch, seq in shapes)
-        figures += print_runtime(runtime, rows, [*models, FLOOR], "nodes" if runtime == "onnx" else unit)
+        figures += print_runtime(runtime, rows, [*models, FLOOR], units[runtime])
     found = ", ".join(f"{pair} {e:.0e}" for pair, e in differences.items())
     print(f"\nlogits agree; largest difference over largest logit: {found}")
     spread = float(np.median([(r["ms_q3"] - r["ms_q1"]) / r["ms"] for r in figures]))
@@ -447,7 +449,7 @@ def main(argv: list[str]):
     settings = {name: value for name, value in asdict(k).items() if name not in knobs}
     report = dict(settings=settings, path=path, model=asdict(shape), machine=hardware(device),
                   torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
-                  work=units, differences=differences, rows=figures)  # fmt: skip
+                  work=counted, differences=differences, rows=figures)  # fmt: skip
     finish(report, k.out)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.figure:

@@ -20,6 +20,11 @@ class BadFile(ModelError):
     """A model file that is missing, damaged, or not a model file at all."""
 
 
+def out_of_memory(e: Exception) -> bool:
+    """Whether this is memory that could not be had, a CPU's or a GPU's."""
+    return isinstance(e, MemoryError) or re.search("allocate|out of memory", str(e)) is not None
+
+
 @contextlib.contextmanager
 def one_line_errors(*also: type[Exception]):
     """Report expected failures (BadInput, ModelError, `also`, full memory, I/O) in one line, status 2."""
@@ -30,7 +35,7 @@ def one_line_errors(*also: type[Exception]):
     except (BadInput, ModelError, *also) as e:
         leave(str(e))
     except (RuntimeError, MemoryError) as e:
-        if not isinstance(e, MemoryError) and not re.search("allocate|out of memory", str(e)):
+        if not out_of_memory(e):
             raise
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         leave(f"not enough memory ({reason}); make the model or the batch smaller")

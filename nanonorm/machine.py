@@ -15,7 +15,7 @@ import warnings
 import numpy as np
 import torch
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, out_of_memory
 from nanonorm.files import ROOT
 from nanonorm.kernels import cpu_details
 
@@ -107,7 +107,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
             raise RuntimeError
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, UnicodeError) as e:
-        if "out of memory" in str(e):
+        if out_of_memory(e):
             raise  # it is there, and full
         works = "cuda" if gpu else "cpu"
         raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None

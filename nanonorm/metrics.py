@@ -44,10 +44,11 @@ def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
     |W y + b|^2 = y (W'W) y + 2 y (W'b) + |b|^2, so the (B, T, V) logits are never built.
     """
     h = upcast(stream)
-    y, (W, b) = upcast(model.norm_final(h)), model.head()
-    squares = ((y @ whole(upcast(W).t() @ upcast(W))) * y).sum(-1)
+    W, b = model.head()
+    y, W = upcast(model.norm_final(h)), upcast(W)
+    squares = ((y @ whole(W.t() @ W)) * y).sum(-1)
     if b is not None:  # a head into which a LayerNorm was folded
-        squares = squares + 2 * (y @ (upcast(whole(W)).t() @ upcast(b))) + upcast(b).square().sum()
+        squares = squares + 2 * (y @ (whole(W).t() @ upcast(b))) + upcast(b).square().sum()
     return model.scale(h).mean(), squares.clamp_min(0).sqrt().mean()
 
 

@@ -339,6 +339,7 @@ def test_non_finite_before_two_gates_is_one_line(corpus, tmp_path):
     knobs = dict(norm="layernorm", taper="all", calibration="mean_scale", anchor_target="batch", max_iters=12)
     knobs |= dict(learning_rate=1e30, grad_clip=0, warmup_iters=1, gate_start=1, gate_end=8)
     status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
+    assert len(status.splitlines()) == 1
     assert re.search(r"step \d+: (non-finite (output|gradient) of|its update left) \w+", status)
 
 
