@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
-       2.131, 2.120, 2.110, 2.101, 2.093)  # Student's t, by degrees of freedom  # fmt: skip
+# Student's t, by degrees of freedom
+T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814, 2.20099, 2.17881,
+       2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302)  # fmt: skip
 
 
 class Interval(NamedTuple):

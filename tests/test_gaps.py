@@ -98,11 +98,11 @@ def test_between_minus_t_and_t_lies_95_percent_of_students_distribution():
     for df, t in enumerate(T95, 1):
         x = np.linspace(-t, t, 100_001)
         scale = math.gamma((df + 1) / 2) / (math.sqrt(df * math.pi) * math.gamma(df / 2))
-        assert np.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x) == pytest.approx(0.95, abs=5e-5)
+        assert np.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x) == pytest.approx(0.95, abs=1e-6)
 
 
 def test_an_interval_of_one_value_is_the_value():
-    assert str(interval([1.0, 2.0, 3.0])) == f"+2.0000 ± {4.303 / np.sqrt(3):.4f}"
+    assert str(interval([1.0, 2.0, 3.0])) == f"+2.0000 ± {4.30265 / np.sqrt(3):.4f}"
     assert str(interval([0.5])) == "+0.5000" and str(interval([])) == "-"
     assert interval([0.5]).ends() == "-" and interval([1.0, 1.0]).ends() == "+1.00 to +1.00"
 
