@@ -217,7 +217,7 @@ def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     (ax, losses), _ = report(monkeypatch, tmp_path, grid(), "--by=mlp")
     line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=False (n=2-3)"]
     (gelu, swiglu), y = line.lines[0].get_data()
-    (bar,), half = bars_of(line), 4.303 / np.sqrt(3)
+    (bar,), half = bars_of(line), 4.30265 / np.sqrt(3)
     assert bar.T[1] == pytest.approx([3 - half, 3 + half]) and set(bar.T[0]) == {swiglu}
     assert list(y) == pytest.approx([0, 3]) and ax.get_yscale() == "linear"
     dots = {xs[0]: list(ys) for xs, ys in (d.get_data() for d in ax.lines if d.get_marker() == ".")}

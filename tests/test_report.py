@@ -129,7 +129,7 @@ def test_the_table_holds_means_deviations_and_gaps(small):
             ours, base = LOSS[v] + aux + seeds, 3 + seeds
             gaps = 100 * (ours / base - 1)
             assert (n, loss) == ("3", f"{ours.mean():.4f} ± 0.1000")
-            half = 4.303 * gaps.std(ddof=1) / math.sqrt(3)  # Student's t, two degrees of freedom
+            half = 4.30265 * gaps.std(ddof=1) / math.sqrt(3)  # Student's t, two degrees of freedom
             within = f"{gaps.mean() - half:+.2f} to {gaps.mean() + half:+.2f}"
             assert pairs == ("-" if v == "baseline" else f"{gaps.mean():+.2f} ({within}; 3)")
             to_anchored = 100 * (ours / (LOSS["baseline_aux"] + 0.001 + seeds) - 1)
