@@ -293,7 +293,7 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
     room = span * min(0.9, len(drawn) * (0.05 * ax.get_gridspec().ncols if k.against else 0.12))
     room = min([room, *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
-    to = {cell.at: f" to {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
+    to = {cell.at: f" vs {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
