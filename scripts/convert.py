@@ -122,10 +122,11 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
     if c.form in ("folded", "weightless"):
         further = c.form != form == "weightless"
         return proved(model, form, idx) if further else (model, model.meta.get("fold_error", {}))
-    if len(export_files(c)) == 1:  # no form changes it, but for a factor that goes into the table
-        model, errors = (model, {}) if c.emb_scale is None else proved(model, "unfused", idx)
+    if len(export_files(c)) == 1:  # no form changes it, but a factor goes into the table, a sink is stored
+        stored = c.form == "unfused" or (c.emb_scale is None and c.sink_token is None)
+        model, errors = (model, {}) if stored else proved(model, "unfused", idx)
         c = model.config
-        model.config = replace(c, form="trained" if c.form == "unfused" else c.form)
+        model.config = replace(c, form="trained" if c.form == "unfused" and c.sink_token is None else c.form)
         return model, errors
     if form == "trained" and c.taper != "none":
         raise BadInput("--form=trained keeps the gate, which no other tool knows; use folded or unfused")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import VARIANTS, batch, every_variant, norm_names, refuses, scale_of_difference, tiny, tokens
 from running import assert_goes_on_from, flags, refused, train
-from test_convert import CONVERT, assert_generates, convert, ids, network, opened, saved  # noqa: F401
+from test_convert import CONVERT, assert_generates, convert, facts, ids, network, opened, saved  # noqa: F401
 from test_generation import ragged
 
 import bench
@@ -328,6 +328,15 @@ def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):
     with pytest.raises(ValueError, match="eager would leave out the sink of this network"):
         theirs.set_attn_implementation("eager")
     assert "Token 3 stands in front" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["trained", "unfused"])
+@pytest.mark.parametrize("to", ["hf", "onnx"])
+def test_float32_weights_with_all_norms_are_exported_exactly(to, form, saved, tmp_path):  # noqa: F811
+    """The sink is rounded as it is stored: what is compared in float64 has the stored one."""
+    pytest.importorskip({"hf": "transformers", "onnx": "onnxruntime"}[to])
+    ours = FORMS[form](network("llama", "baseline", torch.float32, **SUNK))
+    assert facts(convert(saved(ours), to, tmp_path / "out"))["errors"]["float64"] <= FOLDED
 
 
 def opened_with(folder: Path, **how):

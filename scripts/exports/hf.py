@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from forms import export_files, unfuse
+from forms import export_files
 from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
@@ -207,8 +207,7 @@ def write(job: Job) -> dict:
         raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
     name, twin = nearest(c)
     family, sunk = FAMILIES[name], c.sink_token is not None
-    stored = unfuse(job.model) if sunk and c.form == "trained" else job.model
-    tensors, modules = translated(stored, family, twin)
+    tensors, modules = translated(job.model, family, twin)
     config = {
         **to_theirs(twin, family),
         "model_type": f"nanonorm_{family.model_type}",
