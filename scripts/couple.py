@@ -289,8 +289,9 @@ def main():
         shown = draw(figures, rms, own, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         write_json(folder / "couple.json", as_json(rms, own, found, choice), indent=1)
-    distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --dataset={cfg.data}"
-    print(f"wrote {cfg.out}\nnext: {distil}")
+    distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --coupled_grad=True"
+    block = min(1024, student.config.block_size)  # else it has to be named
+    print(f"wrote {cfg.out}\nnext: {distil} --dataset={cfg.data} --block_size={block}")
 
 
 if __name__ == "__main__":
