@@ -31,6 +31,13 @@ USUAL = (
     "taper/residual.",
 )  # fmt: skip
 
+LABELS = {
+    r"\w+/(loss|ce|kl)": "nats per token",
+    "grad/": "L2 norm",
+    "taper/(limited|sinks)": "share of tokens",
+    "(train/site|site/)": "log scale, squared",
+}  # how a metric begins -> its unit
+
 
 @dataclass
 class Knobs:
@@ -121,8 +128,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
                 points += [(run, name, step, f"{value:.6g}") for step, value in shown]
         figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
         figures.mark_spikes(ax)
-        is_loss = re.search(r"/(loss|ce|kl)", metric)
-        ax.set(title=metric, ylabel="nats per token" if is_loss else "")
+        label = next((words for begin, words in LABELS.items() if re.match(begin, metric)), "")
+        ax.set(title=metric, ylabel=label, xlim=(0, None))
     for ax in axes[len(found) :]:
         ax.set_axis_off()
     for ax in axes[: len(found)][-k.columns :]:
