@@ -58,7 +58,7 @@ def test_a_figure_is_drawn_again_from_its_numbers(tmp_path, monkeypatch):
     loss, grad, *_ = panels
     assert [list(line.get_xdata()) for line in loss.lines] == [[40], [40, 80]]
     assert {line.get_marker() for line in loss.lines} == {"o"} and loss.get_ylabel() == "nats per token"
-    assert {line.get_label() for line in loss.lines} == {"a (n=2)"} and not grad.get_ylabel()
+    assert {line.get_label() for line in loss.lines} == {"a (n=2)"} and grad.get_ylabel() == "L2 norm"
     line, spike = grad.lines
     assert len(line.get_xdata()) == 401 and line.get_marker() == "None"
     assert spike.get_marker() == "^" and list(spike.get_xdata()) == [400] and grad.get_ylim()[1] < 5
