@@ -231,8 +231,8 @@ def draw(figures: Figures, name: str, rows: list[dict], r, sink) -> str:
     return figures.save(fig, name, scale)
 
 
-def report(k: Knobs, network: Network, text: Text, figures: Figures, device, own: str):
-    """(blocks of markdown, a row a site, a row a token) of one text. own: how its figure's name begins.
+def report(k: Knobs, network: Network, text: Text, figures: Figures, device, tag: str):
+    """(blocks of markdown, a row a site, a row a token) of one text. tag: its figure's name.
     Raises: BadInput if no window is finite."""
     model, T = network.model, min(k.window, network.context)
     ids = windows_of(text, k, T)
@@ -251,7 +251,7 @@ def report(k: Knobs, network: Network, text: Text, figures: Figures, device, own
     said = f"{len(ids)} windows of {T} tokens. {many}: r above {k.sink_multiple:g} times the site's median."
     said += f" Not finite, and left out: {n}." if (n := (~finite).sum()) else ""
     shown = [table(tokens[:SHOWN], "token", TOKENS)] if tokens else []
-    figure = draw(figures, folder_name(f"{own}_{text.folder.name}"), rows, r, sink)
+    figure = draw(figures, tag, rows, r, sink)
     return [f"## {network.name}, {text.name}", said, *shown, table(rows, "site", SITES), figure], rows, tokens
 
 
@@ -272,8 +272,10 @@ def main(argv: list[str]):
             raise BadInput(f"the stream is that of a network which our own reader takes: {network.remark}")
         figures = figures or Figures(k.out)
         own = "stream" if len(networks) == 1 else f"stream_{i}"
-        for text in texts:
-            said, of_sites, of_tokens = report(k, network, text, figures, device, own)
+        for j, text in enumerate(texts, 1):
+            named = text.folder.name if len({t.folder.name for t in texts}) == len(texts) else str(j)
+            tag = folder_name(f"{own}_{named}")
+            said, of_sites, of_tokens = report(k, network, text, figures, device, tag)
             print("\n\n".join(said), flush=True)
             blocks, rows, tokens = blocks + said, rows + of_sites, tokens + of_tokens
     if len(networks) > 1:

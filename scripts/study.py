@@ -150,7 +150,7 @@ class Step:
 
 
 def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
-    """The steps to do, in their order. Raises: BadInput for a name in --only that no step has."""
+    """All steps, in their order. Raises: BadInput for a name in --only that no step has."""
     found = []
     for number, step in enumerate(map(dict, [TOY_CORPUS, *study["steps"]])):
         if step.pop("when", None) == ("real" if k.rehearse else "try"):
@@ -166,7 +166,7 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
     named = list(dict.fromkeys(step.name for step in found if step.name))
     if unknown := [name for name in k.only or () if name not in named]:
         raise BadInput(f"no step {unknown[0]}; there are {', '.join(named)}")
-    return [step for step in found if not k.only or step.name in (None, *k.only)]
+    return found
 
 
 def words_of(text: str, names: dict) -> list[str]:
@@ -184,7 +184,7 @@ def words_of(text: str, names: dict) -> list[str]:
 
 
 class Study:
-    """The steps of a study at work, and the record of what was done: {step's key: {"words", "said"}}."""
+    """The steps of a study at work, and the record of what was done: {step's key: {"words", "said", ...}}."""
 
     def __init__(self, steps: list[Step], k: StudyKnobs, record: Path):
         self.steps, self.k, self.path = steps, k, record
@@ -194,6 +194,8 @@ class Study:
     def work(self) -> int:
         """Do what is left. Returns the exit status: 1 if a run is not finished. Raises: BadInput."""
         for step in self.steps:
+            if self.k.only and step.name not in (None, *self.k.only):
+                continue
             if self.is_done(step):
                 say(f"done before: {shlex.join(step.words)[:90]}")
             else:
@@ -232,24 +234,28 @@ class Study:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         say(shlex.join(["python", *step.words]))
         script, *words = itertools.chain(*(matches(word) for word in step.words))
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *words],
-            cwd=step.within, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-            stdout=subprocess.PIPE if step.stdout else None,
-        )  # fmt: skip
-        said = done.stdout or ""
-        if done.returncode and not step.optional:
+        command, env = [sys.executable, str(ROOT / script), *words], os.environ | {"PYTHONPATH": str(ROOT)}
+        stdout = subprocess.PIPE if step.stdout else None
+        with subprocess.Popen(command, cwd=step.within, env=env, text=True, stdout=stdout) as child:
+            try:
+                said = child.communicate()[0] or ""
+            except BaseException:
+                child.terminate()  # it cleans up behind itself, where a kill would leave parts of files
+                raise
+        if child.returncode and not step.optional:
             raise BadInput(f"a step failed, its reason is above: {shlex.join(step.words)}")
-        if done.returncode:
+        if child.returncode:
             said += "not all of it was done\n"
         print(said, end="", flush=True)
         text = "".join(line for line in said.splitlines(True) if not line.startswith("{"))
-        self.record[step.key] = {"words": step.words, "said": text}
+        self.record[step.key] = {"words": step.words, "said": text, "stdout": step.stdout}
         write_json(self.path, self.record, indent=1)
-        if step.stdout:  # steps that share the file follow each other in it
-            keys = [s.key for s in self.steps if s.stdout == step.stdout and s.key in self.record]
+        if step.stdout:  # what shares the file follows each other in it, done in this call or before
+            shared = [key for key, of in self.record.items() if of.get("stdout") == step.stdout]
+            order = {s.key: i for i, s in enumerate(self.steps)}
+            shared.sort(key=lambda key: order.get(key, -1))  # not of this call's values: first
             with atomic_write(step.stdout, "w") as f:
-                f.write("".join(self.record[key]["said"] for key in keys))
+                f.write("".join(self.record[key]["said"] for key in shared))
 
     def forget_what_follows(self, step: Step):
         """Later steps may be made of what this one makes: they are done again."""

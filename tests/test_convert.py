@@ -422,6 +422,9 @@ def test_a_norm_without_shifts_is_centred_for_good(to, norm, saved, tmp_path):
     card = (out / "README.md").read_text()
     said = "Removed: the centring" in card and "is not computed any more" in card and "Nothing" not in card
     assert said == (norm == "cbwc")
+    corpus = {"tokenizer_sha256": "a"}  # which a class of others has no place for
+    (out / "nanonorm.json").write_text(json.dumps(facts(out) | {"corpus": corpus}))
+    assert open_network(str(out)).corpus == corpus
 
 
 @pytest.mark.parametrize("norm", ["cbwc", "layernorm"])

@@ -22,7 +22,7 @@ from forms import export_files
 from nanonorm.files import FORMAT
 from nanonorm.plots import smooth
 from scripts import report
-from scripts.studies import picture, residual
+from scripts.studies import held_out, picture, residual
 from scripts.studies.figures import Figures, Panel
 from scripts.studies.runs import PAPER_ROWS, Unusable, load
 from tests.conftest import tiny
@@ -427,6 +427,14 @@ def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path)
     assert "Runs used: 1; left out: 0" in make(tmp_path / "out", tmp_path / "runs")
 
 
+def test_a_networks_seeds_are_one_row_of_held_out_and_no_other_network_is():
+    models = ["a/dora/seed1/folded.pt", "a/dora/seed2/folded.pt", "b/dora/seed1/folded.pt", "base/model.pt"]
+    a, b = "a/dora/folded.pt", "b/dora/folded.pt"
+    assert held_out.names_of(models) == dict(zip(models, (a, a, b, "base"), strict=True))
+    assert set(held_out.names_of(models[:2]).values()) == {"dora"}
+    assert len(set(held_out.names_of(["run/unfused.pt", "run/folded.pt"]).values())) == 2
+
+
 # --- the README's picture
 
 
@@ -468,6 +476,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     assert json.loads((tmp_path / "demo.logs.jsonl").read_text().splitlines()[-1])["val/loss"] > 0
     no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
+    other = write_run(tmp_path / "other", "baseline", 2)  # of another seed
     for argv, says in (
         ([folder], "and a benchmark: python scripts/report.py picture"),
         ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
@@ -475,5 +484,6 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
         ([folder, f"--bench={no_bar}"], "has none of baseline, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
+        ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),
     ):
         assert says in refused(capsys, "picture", *argv, program=REPORT)

@@ -151,13 +151,9 @@ def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():
     versions = {"device": "cpu", "torch": torch.__version__}
     log = Log({"settings": asdict(settings.resolve()), "versions": versions}, lines, False)
     assert "tok/s norm 101, blend 52, scale 80;" in whole_run.line_of("x", log)
-
-
-@pytest.mark.slow
-def test_where_has_a_column_for_each_norm():
-    how = [*SHAPE, "--norm=rmsnorm,coupled", "--iters=1", "--llama=False"]
-    (rows,) = json.loads(said_by("scripts/speed/where.py", *how).splitlines()[-1]).values()
-    assert rows.keys() == {"rmsnorm", "coupled"} and all(r["matrix products"] > 0 for r in rows.values())
+    log.header["settings"]["form"] = "folded"  # begun without norms, it has no gates
+    log = log._replace(lines=[{k: v for k, v in line.items() if k != "gate/steps"} for line in lines])
+    assert "tok/s norm 53;" in whole_run.line_of("x", log)
 
 
 @pytest.mark.parametrize("command", ["scripts/sweep.py", "scripts/study.py", "scripts/speed/whole_run.py"])

@@ -150,8 +150,9 @@ def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):  # noqa: F811
 
 
 def test_two_texts_of_a_folder_of_transformers(capsys, text, tmp_path):  # noqa: F811
-    folder, other = hf_folder(tmp_path / "gpt2", "gpt2", text), tmp_path / "other"
-    other.symlink_to(text)
+    folder, other = hf_folder(tmp_path / "gpt2", "gpt2", text), tmp_path / "other" / text.name
+    other.parent.mkdir()
+    other.symlink_to(text)  # by the same name, and each has its figure
     said, rows, _ = run(
         capsys, tmp_path / "out", folder, f"--data={text},{other}", "--window=32", "--begin=3"
     )

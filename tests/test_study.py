@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -171,6 +174,8 @@ def test_what_is_made_of_a_step_is_made_again_with_it(chain, tmp_path):
 def test_only_some_steps(chain, tmp_path):
     assert chain("--only=second") == {"a", "b"}
     assert chain("--only=third") == {"c"} and chain() == set()
+    assert chain("--only=second", f"--more={tmp_path}/y") == {"b"}
+    assert chain(f"--more={tmp_path}/y") == {"c"}  # it was made of another b
 
 
 def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(command, tmp_path, capsys):
@@ -189,6 +194,48 @@ run = "{tmp_path}/say.py {{word}}"
         assert command(*argv, some, toy=toy) == 0
     said = (tmp_path / "said.txt").read_text().splitlines()
     assert said == ["no", "not all of it was done", "run"]
+
+
+def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(command, tmp_path, capsys):
+    toy = f"""
+[values]
+word = ["one", "two"]
+[[steps]]
+for = "word"
+stdout = "{{out}}/said.txt"
+run = "{tmp_path}/say.py {{word}}"
+"""
+    (tmp_path / "say.py").write_text("import sys\nprint(sys.argv[1])")
+    for some in ("--word=one", "--word=two"):
+        assert command("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}", some, toy=toy) == 0
+    assert (tmp_path / "said.txt").read_text().split() == ["one", "two"]
+
+
+def test_a_study_that_is_stopped_lets_its_step_clean_up(tmp_path):
+    """SIGTERM reaches the command that runs, which is not killed."""
+    (tmp_path / "slow.py").write_text(
+        "import signal, sys, time\n"
+        "from pathlib import Path\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[2]).touch(), sys.exit(1)))\n"
+        "Path(sys.argv[1]).touch()\n"
+        "time.sleep(60)\n"
+    )
+    begun, cleaned, words = tmp_path / "begun", tmp_path / "cleaned", [tmp_path / "slow.py"]
+    words = [str(path) for path in (*words, begun, cleaned)]
+    work = (
+        "import signal, sys\n"
+        "from scripts import study\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+        f"of = study.Study([], study.StudyKnobs(), study.Path({str(tmp_path / 'record')!r}))\n"
+        f"step = study.Step('run', {words!r}, '1 run')\n"
+        "of.steps.append(step)\n"
+        "of.run(step)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", work], cwd=ROOT)
+    while not begun.exists() and child.poll() is None:
+        time.sleep(0.02)
+    child.terminate()
+    assert child.wait() == 1 and cleaned.exists()
 
 
 def test_a_step_that_fails_ends_the_study_with_its_reason(command, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -40,10 +41,26 @@ def test_gains_by_width(tmp_path, monkeypatch):
     assert (tmp_path / "out/gains.png").stat().st_size > 1000
 
 
+def test_a_cell_stands_under_its_own_runtime():
+    row = {"variant": "b", "speedup": 1.5, "speedup_q1": 1.4, "speedup_q3": 1.6}
+    rows = [row | {"n_embd": 8, "runtime": "eager"}, row | {"n_embd": 16, "runtime": "compiled"}]
+    assert widths.table(rows, "a").splitlines()[2:] == [
+        "| 8 | 1.500x 1.400-1.600 | - |",
+        "| 16 | - | 1.500x 1.400-1.600 |",
+    ]
+
+
 def test_reports_that_do_not_compare_are_refused(tmp_path):
     here, there = (bench_file(tmp_path / f"{m}.json", machine=m) for m in "ab")
     with pytest.raises(BadInput, match="one machine"):
         widths.rows_of([here, there])
+    with pytest.raises(BadInput, match="two reports have prefill, 64, eager, a"):
+        widths.rows_of([here, here])
+    two = json.loads(Path(here).read_text())
+    two["rows"][1]["batch"] = 4
+    (tmp_path / "shapes.json").write_text(json.dumps(two))
+    with pytest.raises(BadInput, match="shape"):
+        widths.rows_of([str(tmp_path / "shapes.json")])
     (tmp_path / "x.json").write_text('{"settings": {}}')
     with pytest.raises(BadInput, match="not a report of"):
         widths.rows_of([str(tmp_path / "x.json")])

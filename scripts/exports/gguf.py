@@ -52,7 +52,7 @@ def architecture(c: ModelConfig) -> str:
         return "gpt2"
     knobs = ("norm", "norm_bias", "positions", "rope_scaling", "mlp", "bias", "qkv_bias", "qk_norm")
     shape = ", ".join(f"{knob}={getattr(c, knob)}" for knob in knobs)
-    raise ModelError(f"llama.cpp has no architecture with {shape}; use --to=hf or --to=onnx")
+    raise ModelError(f"llama.cpp has no architecture with {shape}; try --to=hf or --to=onnx")
 
 
 def tensors(c: dict, state: dict, arch: str):

@@ -64,10 +64,19 @@ def ours(name: str, file: dict, path: Path) -> Network:
     c, remark = model.config, None
     if c.norm_eps > 1:
         remark = f"its eps of {c.norm_eps:.0e} makes each norm a fixed scaling"
-    elif model.taper_norms() and model.phase != "scale":
+    elif model.taper_norms() and model.gate.max() > 0:
         remark = "its taper is not over; it is evaluated at gate 0"
-    corpus = model.meta.get("corpus", {})
+    corpus = model.meta.get("corpus") or corpus_beside(path)
     return Network(name, path, model, c.longest_text, c.vocab_size, c.n_layer, c.n_embd, corpus, remark)
+
+
+def corpus_beside(path: Path) -> dict:
+    """What an export of ours in a format of others says of its corpus in the nanonorm.json beside it."""
+    try:
+        facts = json_object(((path if path.is_dir() else path.parent) / "nanonorm.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return facts.get("corpus") or {}
 
 
 def read_export(folder: Path) -> dict:
@@ -96,7 +105,9 @@ def by_transformers(name: str, path: Path, reason: str) -> Network:
     except BadInput:
         raise BadInput(f"{reason}; transformers may read it, which is not installed") from None
     try:
-        model = package.AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True)
+        model = package.AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", use_safetensors=True, trust_remote_code=False
+        )
     except Exception as e:  # whatever a class of transformers raises over a folder
         said = f"{type(e).__name__}: {' '.join(str(e).split()):.120}"
         raise BadInput(f"{reason}; nor does transformers read it ({said})") from None

@@ -145,7 +145,7 @@ def proved_exact(job: Job) -> float:
 def write(job: Job) -> dict:
     """A stock class's folder of a network without norms. Raises: ModelError."""
     if job.model.config.taper == "none" and job.model.config.norm in ("rmsnorm", "layernorm"):
-        remedy = "--to=hf writes the class it is"
+        remedy = "--to=hf writes the class it is, if there is one"
         raise ModelError(f"it has all its norms, so there is nothing to take out; {remedy}")
     file = plain(job.model, EPS.get(job.dtype, ENORMOUS))
     c = job.model.config

@@ -31,13 +31,13 @@ def token_ids(tokenizer: Tokenizer) -> dict:
     return ids if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **ids}
 
 
-def files_of(tokenizer: Tokenizer, block_size: int) -> dict[str, bytes]:
+def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """{name: bytes} of a folder's tokenizer; one that came as a tokenizer.json goes as it came.
 
     Raises: ModelError if the ids are not the same.
     """
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
-    settings |= {"pad_token": tokenizer.end_token, "padding_side": "left", "model_max_length": block_size}
+    settings |= {"pad_token": tokenizer.end_token, "padding_side": "left"}
     settings |= {"clean_up_tokenization_spaces": False}
     generation = token_ids(tokenizer)
     if isinstance(tokenizer, SentencePiece):
@@ -54,11 +54,12 @@ def files_of(tokenizer: Tokenizer, block_size: int) -> dict[str, bytes]:
         if settings["tokenizer_class"] == "TokenizersBackend":  # in transformers 5; 4 knows the older name
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         generation |= json.loads(files["generation_config.json"])
+    settings["model_max_length"] = longest  # of this network, whatever the one that it was made of had
     made = {"tokenizer_config.json": settings, "generation_config.json": generation}
     return files | {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in made.items()}
 
 
 def write_tokenizer(job):
     """Write the tokenizer and generation_config.json into job.folder."""
-    for name, content in files_of(job.tokenizer, job.model.config.block_size).items():
+    for name, content in files_of(job.tokenizer, job.model.config.longest_text).items():
         (job.folder / name).write_bytes(content)

@@ -222,7 +222,8 @@ def load_checkpoint(folder: str) -> Example:
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(f"{folder} holds no config.json; give --checkpoint what save_pretrained wrote")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        here = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(folder, **here)
         config.use_cache = False
         kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         model = kind.from_pretrained(folder, config=config, local_files_only=True)

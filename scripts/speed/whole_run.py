@@ -19,7 +19,7 @@ import torch
 from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
 from nanonorm.files import ROOT
 from nanonorm.log import read_log
-from nanonorm.schedules import phase_at
+from nanonorm.schedules import phase_at, tapers
 
 
 def timed(flags: list[str]):
@@ -36,8 +36,8 @@ def line_of(name: str, log) -> str:
     settings, speeds, shares = log.header["settings"], {}, []
     logged = [line for line in log.lines if "perf/tok_s" in line]
     for line in logged:
-        tapers = settings["taper"] != "none"
-        phase = phase_at(line["iter"] - 1, SimpleNamespace(**settings)) if tapers else "norm"
+        cfg = SimpleNamespace(**settings)
+        phase = phase_at(line["iter"] - 1, cfg) if tapers(cfg) else "norm"
         if phase == "scale" and "gate/steps" in line:
             phase = "blend"  # its gates wait
         speeds.setdefault(phase, []).append(line["perf/tok_s"])

@@ -31,11 +31,18 @@ def name_of(model: str) -> str:
     return folder.parent.name if re.fullmatch(r"seed\d+", folder.name) else folder.name
 
 
+def names_of(models: list[str]) -> dict[str, str]:
+    """{model: its row}: NAME, and where others than its seeds are NAME as well, the path but for the seed."""
+    paths = {model: re.sub(r"/seed\d+(?=/|$)", "", model) for model in models}
+    alike = {name: {paths[m] for m in models if name_of(m) == name} for name in map(name_of, models)}
+    return {m: name_of(m) if len(alike[name_of(m)]) == 1 else paths[m] for m in models}
+
+
 def table(rows: list[dict], key: str, sign: str = "", digits: int = 4) -> str:
     """A row a network, a column a text, in the cells a value of the rows of evaluate.py."""
-    found = {}  # name -> text -> values by seed
+    found, names = {}, names_of([row["model"] for row in rows])  # found: name -> text -> values by seed
     for row in rows:
-        values = found.setdefault(name_of(row["model"]), {}).setdefault(row["data"], [])
+        values = found.setdefault(names[row["model"]], {}).setdefault(row["data"], [])
         values += [] if row[key] is None else [row[key]]
     texts = next(iter(found.values()))
     cells = {name: [spread(values, digits, sign) for values in of.values()] for name, of in found.items()}

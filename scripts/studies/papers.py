@@ -172,7 +172,8 @@ def knobs_text(runs: list[FinishedRun], knobs) -> str:
     """The values of some knobs in runs that share them and read them."""
     if not runs:
         return ""
-    values = {k: runs[0].settings.get(k, runs[0].point[k]) for k in knobs if k in runs[0].point}
+    set_ = {k: v for k, v in runs[0].settings.items() if k != "device"}  # "auto": the point has what it was
+    values = {k: set_.get(k, runs[0].point[k]) for k in knobs if k in runs[0].point}
     return ", ".join(f"{k} {value}" for k, value in values.items() if value is not None)
 
 
@@ -188,15 +189,15 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
     depth = figures.plt.cm.ScalarMappable(figures.plt.Normalize(0, max(1, n_layer - 1)), "viridis")
     for kind, line, colour in (("attn", "-", "#0072B2"), ("mlp", "--", "#D55E00"), ("final", "", "#009E73")):
         of_kind = [site for site in sites if site.endswith(kind)]
-        for i, site in enumerate(of_kind if line else ()):
+        blocks = [n_layer if kind == "final" else int(site.split(".")[1]) for site in of_kind]
+        for i, site in zip(blocks, of_kind if line else (), strict=False):
             x, y = curve(runs, site)
             near = x <= 1.5 * gate_start
             look = {"color": depth.to_rgba(i), "linestyle": line}
             figures.draw(ax, name, "calibration of c", site, x[near], y[:, near], **look)
         frozen = np.array([[run.last(site) for site in of_kind] for run in runs])
-        at = np.arange(len(of_kind)) + (n_layer if kind == "final" else 0)
         look = {"color": colour, "linestyle": line, "marker": ".", "label": kind, "dots": True}
-        figures.draw(by_block, name, "c as frozen", f"c, {kind}", at, frozen, **look)
+        figures.draw(by_block, name, "c as frozen", f"c, {kind}", np.array(blocks), frozen, **look)
     ax.axvline(gate_start, color="#999999", linestyle=":")
     title = f"{variant}: calibration of c (dotted: frozen)"
     ax.set(xlabel="optimizer step", ylabel="c (1 / RMS)", title=title)

@@ -143,7 +143,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         example = "python scripts/report.py picture out/demo out/demo-taper=none --bench=bench.json"
         raise BadInput(f"name a run, if you like one that kept its norms, and a benchmark: {example}")
     runs, (machine, rows) = [load(Path(word)) for word in words], read_bars(Path(k.bench))
-    kept = {"taper": "none"} | {knob: runs[0].settings[knob] for knob in ("norm", "dataset", "max_iters")}
+    alike = ("norm", "dataset", "max_iters", "n_layer", "n_embd", "batch_size", "learning_rate", "seed")
+    kept = {"taper": "none"} | {knob: runs[0].settings[knob] for knob in alike}
     if any(run.settings[knob] != value for run in runs[1:] for knob, value in kept.items()):
         raise BadInput(f"{words[1]} is not {words[0]} with its norms kept; leave it out, or train that")
     if not rows:

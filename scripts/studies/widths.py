@@ -33,10 +33,10 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         report = read_json(Path(path), "python bench.py --out=")
         try:
             here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
-            size = f"{report['model']['n_layer']} blocks, {report['rows'][0]['batch']} x "
-            size += f"{report['rows'][0]['seq']} tokens, {report['settings']['dtype']}, "
-            size += f"{report['settings']['iters']} rounds"
-            places.add(f"{report['machine']}, torch {report['torch']}; {size}")
+            how = f"{report['settings']['dtype']}, {report['settings']['iters']} rounds"
+            for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
+                size = f"{report['model']['n_layer']} blocks, {shape}, {how}"
+                places.add(f"{report['machine']}, torch {report['torch']}; {size}")
             rows += [{name: (here | row)[name] for name in COLUMNS} for row in report["rows"]]
         except (LookupError, TypeError) as e:
             raise BadInput(f"{path} is not a report of bench.py ({e!r}); name another") from None
@@ -44,6 +44,9 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         raise BadInput(
             f"name reports of bench.py, of one machine, depth, shape and type, not {sorted(places)}"
         )
+    points = [tuple(row[name] for name in COLUMNS[:4]) for row in rows]
+    if twice := [point for point in points if points.count(point) > 1]:
+        raise BadInput(f"two reports have {', '.join(map(str, twice[0]))}; name one of them")
     return sorted(rows, key=lambda row: (row["mode"] != "prefill", row["n_embd"])), places.pop()
 
 
@@ -52,9 +55,11 @@ def table(rows: list[dict], baseline: str) -> str:
     cells, heads = {}, {}
     for row in (row for row in rows if row["variant"] != baseline):
         value = f"{row['speedup']:.3f}x {row['speedup_q1']:.3f}-{row['speedup_q3']:.3f}"
-        heads[f"{row['variant']}, {row['runtime']}"] = None
-        cells.setdefault(row["n_embd"], []).append(value)
-    return markdown([[width, *values] for width, values in cells.items()], ["n_embd", *heads])
+        head = f"{row['variant']}, {row['runtime']}"
+        heads[head] = None
+        cells.setdefault(row["n_embd"], {})[head] = value
+    lines = [[width, *(of.get(head, "-") for head in heads)] for width, of in cells.items()]
+    return markdown(lines, ["n_embd", *heads])
 
 
 def draw(ax, rows: list[dict], variant: str):
