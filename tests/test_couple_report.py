@@ -80,3 +80,6 @@ def test_runs_that_cannot_be_compared_are_one_line(monkeypatch, tmp_path):
         r.distillations(tmp_path)
     with pytest.raises(BadInput, match=r"cannot read .*couple.json .*; scripts/couple.py writes it"):
         read_json(tmp_path / "couple.json", "scripts/couple.py")
+    (tmp_path / "couple.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"it has no rms.*; scripts/couple.py writes it"):
+        read_json(tmp_path / "couple.json", "scripts/couple.py", "rms", "own")

@@ -65,10 +65,13 @@ def test_runs_that_cannot_be_compared_are_one_line():
     rarely.settings["log_interval"] = 10
     waits = run("fakeln", 1)
     waits.settings["gate_budget"] = 0.1
+    at_once = run("fakeln", 1)
+    at_once.settings |= {"gate_schedule": "cosine", "gate_gaps": None}
     for found, losses, said in (
         (runs | {"fakeln": [run("fakeln", 2)]}, whole, "fakeln are of seeds"),
         (runs | {"fakeln": [rarely]}, whole, "log_interval=10"),
         (runs | {"fakeln": [waits]}, whole, "steps of their own"),
+        (runs | {"fakeln": [at_once]}, whole, "has gate_schedule=cosine"),
         (runs, {"books": {**whole["books"], ("all", "seed1"): {}}}, "evaluate them again"),
         (runs, {}, "no losses"),
     ):

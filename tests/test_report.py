@@ -420,6 +420,26 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     assert "need matplotlib: pip install" in error
 
 
+def test_a_base_is_one_run(tmp_path, capsys):
+    runs, out, empty = tmp_path / "runs", tmp_path / "out", tmp_path / "empty"
+    for seed in (1, 2):
+        write_run(runs / f"vanilla/seed{seed}", "baseline", seed)
+    out.mkdir()
+    empty.mkdir()
+    (out / "evaluation.json").write_text("{}")
+    for name in ("couple", "gpt2"):
+        for base, count in ((empty, 0), (runs / "vanilla", 2)):
+            said = refused(capsys, name, runs, f"--base={base}", f"--out={out}", program=REPORT)
+            assert f"--base={base} holds {count} runs; name the folder of one" in said
+
+
+def test_held_out_losses_are_those_of_evaluate(tmp_path, capsys):
+    (tmp_path / "none.json").write_text("{}")
+    for path in (tmp_path / "none.json", write_bench(tmp_path / "bench.json")):
+        said = refused(capsys, "held_out", path, f"--out={tmp_path}", program=REPORT)
+        assert f"{path} has no losses; name what scripts/evaluate.py" in said
+
+
 def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
     """Until the gate is down, nobody has trained the network at gate 0: a good run's val/loss may be null."""
     folder = write_run(tmp_path / "runs/all-seed1", "all", 1)

@@ -26,7 +26,7 @@ from nanonorm.tables import markdown
 from scripts.couple import draw as draw_rms
 from scripts.couple import rms_table
 from scripts.studies.figures import Figures, curve
-from scripts.studies.runs import FinishedRun, about, by_seed, load_all, read_json
+from scripts.studies.runs import FinishedRun, about, by_seed, load_all, load_base, read_json
 
 STOPPED, THROUGH = "_stopped", "_through"
 MAY_DIFFER = {"seed", "out_dir", "init_from", "coupled_from_layer", "coupled_grad"}  # in runs compared here
@@ -188,10 +188,11 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/report.py couple out/coupled_posthoc")
     folder = Path(words[0])
-    runs, (base,) = distillations(folder), load_all(Path(k.base))
+    runs, base = distillations(folder), load_base(k.base)
     refuse_other_teachers(runs, Path(k.base))
     figures, choices = Figures(k.out), list(dict.fromkeys(map(start_of, runs)))
-    start = read_json(folder / "start" / choices[0] / "couple.json", "scripts/couple.py")
+    path = folder / "start" / choices[0] / "couple.json"
+    start = read_json(path, "scripts/couple.py", "rms", "own", "choices")
     every = [run for found in runs.values() for run in found]
     before = distances(folder, Path(k.base), every[0], choices)
     teacher = next(iter(before.values())).before

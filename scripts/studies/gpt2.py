@@ -21,7 +21,7 @@ from nanonorm.tables import markdown
 from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import residual_study
-from scripts.studies.runs import FinishedRun, about, load_all, read_json
+from scripts.studies.runs import FinishedRun, about, load_all, load_base, read_json
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
@@ -61,6 +61,9 @@ def refuse_what_cannot_be_compared(runs: Runs, losses: dict[str, dict]):
                 raise BadInput(f"{run.folder} has log_interval={every}; it must be 1")
             if run.settings.get("gate_budget") is not None:
                 raise BadInput(f"{run.folder} has gate_budget: its gates fall at steps of their own")
+            if name == "fakeln" and run.settings["gate_schedule"] != "sequential":
+                schedule = run.settings["gate_schedule"]
+                raise BadInput(f"{run.folder} has gate_schedule={schedule}; in fakeln/ it must be sequential")
     if not losses:
         raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
     wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
@@ -167,8 +170,9 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
+    base = load_base(k.base)
     refuse_what_cannot_be_compared(runs, found := losses(evaluated))
-    (base,), every = load_all(Path(k.base)), [run for found in runs.values() for run in found]
+    every = [run for found in runs.values() for run in found]
     how = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
     how.append(f"{every[0].settings['max_iters']:,} steps")
     text = ["# GPT-2 without LayerNorm, small", command, about(base, every, SHAPE, "; ".join(how))]

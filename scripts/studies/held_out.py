@@ -54,6 +54,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
     found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
+    if "kl" not in (found.get("rows") or [{}])[0]:
+        raise BadInput(f"{words[0]} has no losses; name what scripts/evaluate.py --kl=True --out= writes")
     first = found["rows"][0]["model"]
     teacher, others = ([r for r in found["rows"] if (r["model"] == first) == of] for of in (True, False))
     if all(row["kl"] is None for row in others):

@@ -258,6 +258,13 @@ def load_all(path: Path) -> list[FinishedRun]:
         raise Unusable(f"a run in {path} cannot be used: {e}") from None
 
 
+def load_base(path: str) -> FinishedRun:
+    """The one run that --base names. Raises: BadInput."""
+    if len(runs := load_all(Path(path))) != 1:
+        raise BadInput(f"--base={path} holds {len(runs)} runs; name the folder of one")
+    return runs[0]
+
+
 def read_finished(folder: Path) -> tuple[dict, list[dict]]:
     """(header of the log, its settings resolved; the lines after it) of a finished run. Raises: Unusable."""
     path = folder / "metrics.jsonl"
@@ -277,10 +284,13 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
     return log.header | {"settings": settings}, log.lines
 
 
-def read_json(path: Path, command: str) -> dict:
-    """Raises: BadInput, which names the command that writes the file."""
+def read_json(path: Path, command: str, *keys: str) -> dict:
+    """A file that has these keys. Raises: BadInput, which names the command that writes the file."""
     try:
-        return json_object(path.read_bytes())
+        found = json_object(path.read_bytes())
+        if lacks := [key for key in keys if key not in found]:
+            raise ValueError(f"it has no {lacks[0]}")
+        return found
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read {path} ({e}); {command} writes it") from None
 
