@@ -13,7 +13,6 @@ itself; a tenth of the card is left for those. These are counts, not measurement
 """
 
 import copy
-import json
 import math
 import sys
 import warnings
@@ -27,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from begin import begun_from, untapered
 from config import Config
-from data import corpus_folder
+from data import Manifest, corpus_folder
 from data.sampling import SHARE
 from forms import config_of, skeleton
 from model import NORMS, ModelConfig, Transformer, rope_tables
@@ -36,6 +35,7 @@ from nanonorm.cli import finish, parse
 from nanonorm.distill import Distilled, share
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.families import FAMILIES, architecture_of, to_ours
+from nanonorm.files import json_object
 from nanonorm.hub import find, is_pretrained, read_config
 from nanonorm.kernels import LOGITS_AT_ONCE, WHOLE_LOGITS, turned_off
 from nanonorm.log import say
@@ -104,15 +104,23 @@ def hollow_file(name: str, teacher: str | None = None) -> dict:
     return {"config": asdict(config), "state": skeleton(config, name, trains=True).state_dict(), "meta": {}}
 
 
+def corpus_of(dataset: str) -> Manifest | None:
+    """What is known of a corpus, None where it is not prepared. Raises: BadInput."""
+    path = corpus_folder(dataset) / "meta.json"
+    try:
+        return Manifest.model_validate(json_object(path.read_bytes())) if path.exists() else None
+    except ValueError:
+        raise BadInput(f"{path} describes no corpus to train on; prepare it again, or name another") from None
+
+
 def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, torch.nn.Module]:
     """(settings, the network that trains, the module that is called) of a run, on the meta device, in the
     types that begin.make_trained gives them."""
     teacher = None
     if asked.init_from in ("scratch", "resume", "auto"):
-        folder = corpus_folder(asked.dataset) / "meta.json"
-        corpus = json.loads(folder.read_text()) if folder.exists() else {}
-        cfg = asked.resolve()
-        model = skeleton(cfg.model_config(corpus.get("vocab_size")), "this run", trains=True)
+        corpus, cfg = corpus_of(asked.dataset), asked.resolve()
+        shape = cfg.model_config(corpus.vocab_size if corpus else None)
+        model = skeleton(shape, "this run", trains=True)
     else:
         file = hollow_file(asked.init_from, asked.teacher)
         cfg = asked.started_from(file, explicit, asked.init_from).resolve()
@@ -235,10 +243,8 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     pieces = 3 if taught or whole else 2
     in_float32 = 4 * head.numel() if not whole and head.requires_grad else 0  # the head's gradient
     parts.append(Part("logits", pieces * 4 * (V * tokens if whole else max(V, LOGITS_AT_ONCE)) + in_float32))
-    manifest = corpus_folder(cfg.dataset) / "meta.json"
-    if manifest.exists():
-        of = json.loads(manifest.read_text())
-        size = (of["train_tokens"] + of["val_tokens"]) * int(of.get("dtype", "<u2")[-1])
+    if corpus := corpus_of(cfg.dataset):
+        size = (corpus.train_tokens + corpus.val_tokens) * int(corpus.dtype[-1])
         steady = sum(part.bytes for part in parts if part.numbers)
         there = size <= SHARE * (cfg.memory * 1e9 * (1 - LEFT) - steady)
         parts.append(Part("corpus" if there else "corpus, on the host", size if there else 0))

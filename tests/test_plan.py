@@ -155,6 +155,16 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
     assert f"holds {alone['parts']['logits'] / 1e9:.1f} GB of them" in said
 
 
+def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):
+    """A set to evaluate on has no training text; and a damaged one."""
+    meta = json.loads((corpus / "meta.json").read_text())
+    held_out = {key: value for key, value in meta.items() if not key.startswith("train")}
+    for text in (json.dumps(held_out), json.dumps(meta)[:40]):
+        (tmp_path / "meta.json").write_text(text)
+        said = refused(capsys, *SMALL, f"--dataset={tmp_path}", program="scripts/plan.py")
+        assert f"{tmp_path / 'meta.json'} describes no corpus to train on" in said
+
+
 def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
     said = refused(capsys, *SMALL, "--ranks=3", program="scripts/plan.py")
     assert "must be a multiple of the 3 ranks" in said
