@@ -31,6 +31,7 @@ class Range(NamedTuple):
 
 HUGE = 2**40  # more of anything is a typo
 Count = Annotated[int, Range(1, HUGE)]
+Several = Annotated[int, Range(2, HUGE)]
 Whole = Annotated[int, Range(0, HUGE)]
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]

@@ -44,7 +44,7 @@ from nanonorm.files import phase_and_gates, write_file, write_json
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown
-from nanonorm.typed import Count, Positive, Whole
+from nanonorm.typed import Count, Positive, Several, Whole
 from scripts.convert import whole_folder
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
@@ -65,7 +65,7 @@ class Couple:
     alpha: Literal["auto", "mean", "layer", "floor", "none"] | Positive = "auto"
     keep: Literal["auto"] | Whole = "auto"  # first blocks that keep RMSNorm; auto: as few as the KL allows
     tokens: Count = 16_384  # of training text, that are measured
-    window: Count = 512  # tokens of a window, at most the network's context
+    window: Several = 512  # tokens of a window, at most the network's context
     compared: Count = 2048  # of validation text, on which the choices are compared
     device: str = "auto"  # cpu, cuda, ...
 

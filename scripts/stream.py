@@ -36,7 +36,7 @@ from nanonorm.files import folder_name
 from nanonorm.machine import pick_device
 from nanonorm.plots import COLOURS
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import Count, Range, Whole
+from nanonorm.typed import Count, Range, Several, Whole
 from scripts.evaluate import Text, batches, checked, open_text, opened
 from scripts.exports.networks import Network
 from scripts.studies.figures import Figures
@@ -57,7 +57,7 @@ class Knobs:
     data: tuple[str, ...] | None = None  # folders, or names under data/
     out: str | None = None  # the folder to make
     tokens: Count = 16_384  # of each text, in windows from all of it
-    window: Count = 512  # tokens of a window, at most the network's context
+    window: Several = 512  # tokens of a window, at most the network's context
     begin: Whole | None = None  # the id of a token to put in front of each window; None: none
     # a token is a sink above so many times the median r of its site
     sink_multiple: Annotated[float, Range(1.0, 1e6)] = 4.0

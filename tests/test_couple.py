@@ -168,6 +168,7 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkey
     for words, says in (
         ([*argv, f"--out={out}"], "is not an empty folder"),
         ([*argv, "--keep=3"], "keep=3"),
+        ([*argv, "--window=1"], "window must be an int >= 2"),
         ([base], "name a network, a prepared corpus"),
         ([out, *argv[1:]], "has norm=coupled"),
         ([tmp_path / "layernorm.pt", *argv[1:]], "has norm=layernorm"),
@@ -235,6 +236,8 @@ def test_alphas_are_fitted_to_the_kl(corpus, tmp_path, capsys):
     base, out = tmp_path / "run", tmp_path / "out"
     train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
     how = ("--tokens=512", "--compared=64", "--window=32", "--steps=3", "--kept=0,1", "--kl_kept=1")
+    deep = refused(capsys, base, f"--data={corpus}", f"--out={out}", program="scripts/studies/alphas.py")
+    assert "has 3 blocks: 4 cannot be kept; lower --kept, --kl_kept" in deep
     train(base, f"--data={corpus}", f"--out={out}", *how, program="scripts/studies/alphas.py")
     rows = list(csv.DictReader((out / "choices.csv").open()))
     made = [("0", alphas.STATISTIC), ("1", (*alphas.STATISTIC, *alphas.KL))]

@@ -189,6 +189,7 @@ def test_networks_side_by_side_have_the_rows_of_each(capsys, text, tmp_path):  #
         (["RUN", "--data=TEXT"], "name networks, text and a folder"),
         (["RUN", "--data=TEXT", "--begin=99999999"], "is no token of"),
         (["RUN", "--data=TEXT", "--sink_multiple=0.5"], "sink_multiple must be"),
+        (["RUN", "--data=TEXT", "--window=1", "--begin=0"], "window must be an int >= 2"),
         (["NEOX", "--data=TEXT"], "our own reader takes"),
     ],
 )

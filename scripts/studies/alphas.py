@@ -30,7 +30,7 @@ from nanonorm.log import say
 from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import Count, Positive, Whole
+from nanonorm.typed import Count, Positive, Several, Whole
 from scripts.couple import coupled, measure, spread_starts
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
@@ -49,7 +49,7 @@ class Knobs:
     out: str | None = None  # folder to write
     kept: tuple[Whole, ...] = (0, 1, 2, 4)  # numbers of first blocks that keep RMSNorm
     kl_kept: tuple[Whole, ...] = (2,)  # those for which the KL is fitted too
-    window: Count = 256  # tokens
+    window: Several = 256  # tokens
     tokens: Count = 8192  # of training text, for the statistic
     compared: Count = 2048  # of validation text
     steps: Count = 12  # of Adam, to the KL
@@ -164,6 +164,8 @@ def main():
     figures = Figures(k.out)
     file, path = given_weights(words[0])
     base = config_of(file, path)
+    if (most := max(k.kept + k.kl_kept)) >= base.n_layer:
+        raise BadInput(f"{path} has {base.n_layer} blocks: {most} cannot be kept; lower --kept, --kl_kept")
     network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
     meta, train, val = open_corpus(corpus_folder(k.data), k.window)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)

@@ -75,12 +75,14 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
 
 class Growth(NamedTuple):
     """(n_layer - layer + 1) each: what is left of the change, over the windows that stay near; the share of
-    the others; what would be left if all writes stayed, along the stream. bad: windows not finite as is."""
+    the others; what would be left if all writes stayed, along the stream. bad: windows that are not
+    finite as they are, of `windows` in all."""
 
     left: np.ndarray
     far: np.ndarray
     share: np.ndarray
     bad: int
+    windows: int
 
 
 def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> Growth:
@@ -96,7 +98,7 @@ def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> Growth:
     with np.errstate(all="ignore"):
         left = np.nanmean(np.where(far, np.nan, d), 1)
     share = np.exp(plain[0, good] - plain[:, good]).mean(1)
-    return Growth(left, far.mean(1), share, int((~good).sum()))
+    return Growth(left, far.mean(1), share, int((~good).sum()), len(good))
 
 
 def measured(network: Network, k: Knobs, texts) -> Growth:
@@ -126,7 +128,7 @@ def main():
     print(markdown(cells, ["block", *found]))
     for name, of in found.items():
         if of.bad:
-            print(f"\n{name}: {of.bad} of {k.windows * len(texts)} windows are not finite as they are")
+            print(f"\n{name}: {of.bad} of {of.windows} windows are not finite as they are")
     if k.out:
         write_csv(k.out, ["network", "block", "d_over_delta", "far", "stream_share", "not_finite"], rows)
 
