@@ -17,7 +17,7 @@ from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.foldable import find, fold, prove
 from nanonorm.foldable.search import FoldReport, count_of
-from nanonorm.typed import Count
+from nanonorm.typed import Count, Whole
 from scripts.foldables import zoo
 
 
@@ -29,7 +29,7 @@ class Foldable:
     checkpoint: str | None = None  # a folder with a pretrained model, instead of names
     layers: Count | None = None  # depth of the networks; None: the default of their config class
     list: bool = False  # print every LayerNorm's verdict as well
-    seed: int = 0  # of weights and inputs
+    seed: Whole = 0  # of weights and inputs
 
 
 # The percentages of the paper's Table 3. Which column the second one is of, the text does not say.
@@ -79,7 +79,6 @@ def table_row(name: str, e: zoo.Example, knobs: Foldable) -> str:
 
 def print_table(names: list[str], knobs: Foldable):
     """Fold small networks of the named architectures; one row each."""
-    torch.set_num_threads(1)  # these are tiny: a second thread costs more than it brings
     columns = "paper | printed algorithm | its error | sound | its error"
     columns += " | sound, tables untied | find, s | fold, s"
     for i, name in enumerate(names):
@@ -101,6 +100,8 @@ def main():
     for name in names:
         zoo.check_name(name)
     torch.manual_seed(knobs.seed)
+    if names:
+        torch.set_num_threads(1)  # these are tiny: a second thread costs more than it brings
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if knobs.checkpoint:
         e = zoo.load_checkpoint(knobs.checkpoint)

@@ -713,8 +713,10 @@ def test_random_networks_agree_with_brute_force(count, most):
 
 
 def test_the_command_prints_its_table(capsys):
+    torch.set_num_threads(2)
     train("torch-prenorm", "torch-postnorm", "--layers=2", "--list", program="scripts/foldable.py")
     out = capsys.readouterr().out
+    assert f"torch {torch.__version__}, 1 threads" in out and torch.get_num_threads() == 1
     assert "| torch-prenorm |  | 5/5 + 1 op |" in out
     assert "| torch-postnorm |  | 3/4 |" in out and "0/4" in out
     assert "encoder.norm (32): foldable with 1 inserted centring operation" in out
@@ -729,6 +731,7 @@ def test_the_command_prints_its_table(capsys):
         (["torch-prenorm", "gtp2"], "gpt2"),
         (["gpt2", "--checkpoint", "x"], "name no architectures"),
         (["torch-prenorm", "--layers=0"], "layers must be"),
+        (["torch-prenorm", f"--seed={2**70}"], "seed must be"),
         (["--chekpoint", "x"], "flags are written"),
         (["--checkpoint", "nowhere"], "config.json"),
     ],

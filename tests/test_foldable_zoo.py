@@ -81,6 +81,11 @@ def layer_norms(model) -> int:
     return sum("LayerNorm" in type(m).__name__ for m in model.modules())
 
 
+def test_any_depth_is_built():
+    for layers in (1, 3):
+        assert len(build("gpt_neo", layers=layers).model.transformer.h) == layers
+
+
 def folds(name: str, way: str):
     """Fold, then compare from outside: other random values, other inputs, float64 if that runs."""
     torch.manual_seed(0)

@@ -197,7 +197,7 @@ def build(name: str, layers: int | None = None, tied: bool | None = None) -> Exa
         values |= {key: layers for key in DEPTHS if key in known}
         values |= {key: values[key] | {"num_hidden_layers": layers} for key in PAIR if key in values}
     if name == "gpt_neo" and layers:
-        values["attention_types"] = [[["global", "local"], layers // 2]]
+        values["attention_types"] = [[["global", "local"], layers // 2], [["global"], layers % 2]]
     if tied is not None:
         values["tie_word_embeddings"] = tied
     return example(kind(kind.config_class(**values)))

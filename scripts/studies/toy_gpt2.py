@@ -6,11 +6,13 @@ python scripts/studies/toy_gpt2.py FOLDER
 import sys
 
 from data.tokenizer import END  # not found? pip install -e .
-from nanonorm.errors import one_line_errors
+from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT
 
 
 def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        raise BadInput("name the folder to write: python scripts/studies/toy_gpt2.py FOLDER")
     from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
