@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import sys
 from contextlib import suppress
 
 import pytest
@@ -98,6 +99,7 @@ def serve(source, tmp_path, monkeypatch):
 
         monkeypatch.setattr(serving, "seconds_of", seconds_of)
         command = ["serving.py", path, f"--out={tmp_path / 'out'}", "--who=none,coupled", "--batch=1,2"]
+        command.append(f"--vllm={sys.executable}")
         monkeypatch.setattr("sys.argv", list(map(str, [*command, *flags])))
         with suppress(KeyboardInterrupt):
             serving.main()
@@ -112,10 +114,24 @@ def test_it_goes_on_where_it_was_stopped(serve, tmp_path, capsys):
     assert len(whole) == 5 and "tok/s" not in capsys.readouterr().out
     whole += serve("--processes=3")
     assert sorted(whole) == sorted([serving.CONTESTANTS[name] for name in ("none", "coupled")] * 3)
-    assert capsys.readouterr().out.count("tok/s") == 2 and serve("--processes=3") == []
+    said = capsys.readouterr().out
+    assert said.count("tok/s") == 2 and ", 2 threads, torch" in said and serve("--processes=3") == []
     rows = list(csv.DictReader((tmp_path / "out/serving.csv").open()))
     assert len(rows) == 3 * 2 * 2 * 2 and len({tuple(row.values()) for row in rows}) == len(rows)
     assert len(serve("--processes=4", "--mode=eager")) == 8  # rows of their own
+
+
+def test_what_is_missing_is_said_before_anything_is_made(serve, tmp_path):
+    for flag in ("--vllm=None", f"--vllm={tmp_path / 'python'}"):
+        with refuses("--vllm names the interpreter that has it"):
+            serve(flag)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_table_gets_its_head(serve, tmp_path):
+    serve(most=0)
+    (tmp_path / "out/serving.csv").touch()
+    assert len(serve("--processes=1")) == 2
 
 
 def test_a_folder_has_rows_of_the_same_settings(serve, source, tmp_path):

@@ -17,6 +17,7 @@ tokens, and the time of the prompts is in it.
 import csv
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -28,11 +29,12 @@ import numpy as np
 import torch
 
 from begin import begun_from  # not found? pip install -e .
-from bench import hardware, with_norm
+from bench import with_norm
 from forms import config_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, write_file
+from nanonorm.machine import processor
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, report_folder
 from nanonorm.typed import Count, Whole
@@ -127,8 +129,6 @@ def seconds_of(k: Serving, contestant: Contestant, folder: Path) -> dict[int, li
     facts = json.loads((folder / "nanonorm.json").read_text())
     rounds = rounds_of(k, facts["network"]["vocab_size"])
     if contestant.engine == "vllm":
-        if k.vllm is None:
-            raise BadInput("--vllm names the interpreter that has it: bash scripts/vllm.sh DIR makes one")
         options = {"model_impl": contestant.backend, "dtype": "float32", "enable_prefix_caching": False}
         options |= {"max_model_len": k.prompt + k.new_tokens, "enforce_eager": k.mode == "eager"}
         asked, program = {"folder": str(folder), "options": options}, "in_vllm.py"
@@ -182,6 +182,8 @@ def main():
     k, _, words = parse(Serving, sys.argv[1:], usage=__doc__)
     if len(words) != 1 or k.out is None:
         raise BadInput("name a network and a folder: python scripts/speed/serving.py PATH --out=DIR")
+    if any(CONTESTANTS[name].engine == "vllm" for name in k.who) and not shutil.which(k.vllm or ""):
+        raise BadInput("--vllm names the interpreter that has it: bash scripts/vllm.sh DIR makes one")
     out, where = report_folder(k.out), Path(words[0])
     asked = {"PATH": str(where.resolve()) if where.exists() else words[0]}  # else a hub id
     asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}
@@ -195,13 +197,14 @@ def main():
             if key in {tuple(row[c] for c in COLUMNS[:3]) for row in read_rows(path)}:
                 continue
             found = seconds_of(k, CONTESTANTS[name], folders[name])
-            lines = [] if path.exists() else [COLUMNS]
+            lines = [] if path.exists() and path.stat().st_size else [COLUMNS]
             for size, seconds in found.items():
                 lines += [[*key, size, k.new_tokens, i, f"{s:.4f}"] for i, s in enumerate(seconds)]
             with path.open("a") as f:
                 csv.writer(f, lineterminator="\n").writerows(lines)
             print(*key, found, flush=True)
-    print(f"{tables(read_rows(path))}\n\n{hardware(torch.device('cpu'))}, torch {torch.__version__}")
+    machine = f"{processor(torch.device('cpu'))}, {k.threads} threads"
+    print(f"{tables(read_rows(path))}\n\n{machine}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":
