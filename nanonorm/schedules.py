@@ -122,10 +122,11 @@ def settle_gates(cfg):
         needs = "needs taper=internal or all, of which norms go one by one"
         raise BadInput(f"gate_schedule=sequential {needs}")
     if one_by_one != (cfg.gate_gaps is not None):
-        raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps=2,2,3")
+        raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps='(2,2,3)'")
     if one_by_one and len(cfg.gate_gaps) != 3:
         three = "MLPs' norms, attentions' for queries and keys, for values"
-        raise BadInput(f"gate_gaps must be three numbers of steps ({three}), not {cfg.gate_gaps}")
+        how = f"as in --gate_gaps='(2,2,3)', not {cfg.gate_gaps}"
+        raise BadInput(f"gate_gaps must be three numbers of steps ({three}), {how}")
     last = max(drop_steps(cfg, gate_sites(cfg))) if one_by_one else end_by_ratio(cfg)
     if one_by_one and cfg.gate_end not in (None, last):
         said = f"gate_end={cfg.gate_end} contradicts gate_gaps: the last norm goes at step {last}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import batch, state_of, tiny
-from running import ROOT, exit_status, said_by, train
+from running import ROOT, exit_status, refused, said_by, train
 
 from config import Config
 from nanonorm.errors import BadInput
@@ -69,14 +69,28 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     [
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
-        ("--block_size=64", "lower --seq"),
+        ("--mode=prefill --block_size=64", "lower --seq"),
         ("--who=folded", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
     ],
 )
 def test_peers_bad_input_is_one_line(flag, said, capsys):
-    status, told = exit_status(peers.main, "scripts/speed/peers.py", flag), capsys.readouterr()
+    status, told = exit_status(peers.main, "scripts/speed/peers.py", *flag.split()), capsys.readouterr()
     assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
+    k = peers.Peers(n_layer=1, n_head=2, vocab_size=50, block_size=16)
+    peers.refuse(k)
+    peers.write_checkpoint(tmp_path, k.config(16), seed=1)
+    peers.compare(k, tmp_path)
+    assert "the same logits" in capsys.readouterr().out
+
+
+def test_the_toy_asks_for_its_folder(capsys):
+    for words in ([], ["--help"]):
+        assert "name the folder to write" in refused(capsys, *words, program="scripts/studies/toy_gpt2.py")
 
 
 def steady(name, gap_s):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from running import refused
 from test_tokenizer import gpt2, put
 
 import data
@@ -87,7 +88,7 @@ def test_a_corpus_of_windows_is_read_window_by_window(mixed):
         data.open_corpus(mixed, 4)
 
 
-def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path):
+def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path, capsys):
     """No passage serves twice, none reaches into another document, and the same seed makes the same items."""
     text = tmp_path / "text.txt"
     documents = [" ".join(f"{d}.{i}" for i in range(100)) for d in range(20)]
@@ -107,6 +108,9 @@ def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path):
         assert sum(whole in document for document in documents) == 1
     with pytest.raises(BadInput, match="has 60 passages, 13 items need 65"):
         made_items(text, 13, np.random.default_rng(0))
+    words = (tmp_path / "out.jsonl", text, text, "--items=1")
+    said = refused(capsys, *words, program="scripts/harness/continuations.py")
+    assert "--items=1 leaves a text without; ask for 2 at least" in said
 
 
 def test_windows_that_are_not_finite_have_a_table(tmp_path):

@@ -189,6 +189,8 @@ def test_a_value_with_commas_stands_in_brackets():
     [
         (["--lerning_rate=1"], "did you mean 'learning_rate'"),
         (["--seed=1,"], "seed must be an int"),
+        (["--norm=dyt", "--dyt_alpha=1,1,1"], "as in --dyt_alpha='(1,1,1)'"),
+        (["--taper=all", "--gate_schedule=sequential", "--gate_gaps=2,2,3"], "as in --gate_gaps='(2,2,3)'"),
         (["--seed"], "written --key=value"),
         (["--variants=baseline,intrenal"], "variants must be"),
         (["--out_dir=x"], "--out"),

@@ -59,6 +59,8 @@ def main():
     if len(words) < 2:
         raise BadInput("name the file to write, OUT.jsonl, and held-out texts to make it of")
     out, *texts = words
+    if k.items < len(texts):
+        raise BadInput(f"--items={k.items} leaves a text without; ask for {len(texts)} at least")
     rng = np.random.default_rng(k.seed)
     made = [item for path in texts for item in items(path, k.items // len(texts), rng)]
     Path(out).parent.mkdir(parents=True, exist_ok=True)

@@ -238,7 +238,7 @@ def compare(k: Peers, folder: Path):
     """Print how far the logits of transformers are from ours with the same weights, and when decoding whether
     the greedy tokens are the same. Raises: BadInput if rounding does not explain it."""
     a, b = ours(folder).eval(), theirs(folder).eval()
-    idx = random_ids(1, k.seq, a.config.vocab_size, k.seed)
+    idx = random_ids(1, min(k.seq, a.config.block_size), a.config.vocab_size, k.seed)
     with torch.inference_mode():
         logits, wanted = a(idx), b(idx).logits
     found, pair = {}, "ours = transformers"
@@ -303,7 +303,7 @@ def refuse(k: Peers):
         raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
     check_out("out", k.out, ".json")
     longest = max(k.seq + 1, 8 + k.new_tokens)
-    if not k.network and longest > k.block_size:
+    if k.mode != "train" and not k.network and longest > k.block_size:
         remedy = "lower --seq or --new_tokens"
         raise BadInput(f"{longest} tokens do not fit into block_size={k.block_size}; {remedy}")
     if not contestants(k):

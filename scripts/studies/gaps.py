@@ -370,6 +370,8 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     if not again:
         finished, left_out = collect([path for path in paths if path not in files])
         finished = [run for run in finished if not k.seeds or run.seed in k.seeds]
+        if not finished:
+            raise BadInput(f"--seeds={','.join(map(str, k.seeds))}: no run has one of these")
         refuse_nonsense(k, finished)
         later, before = compared(finished, k.by, k.against, k.to), sum(len(cell.runs) for cell in found)
         found = joined(found, later, files[0]) if files else later
