@@ -36,6 +36,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -239,8 +240,9 @@ class Study:
         with subprocess.Popen(command, cwd=step.within, env=env, text=True, stdout=stdout) as child:
             try:
                 said = child.communicate()[0] or ""
-            except BaseException:
-                child.terminate()  # it cleans up behind itself, where a kill would leave parts of files
+            except SystemExit as e:  # it may clean up, where a kill would leave parts of files
+                if e.code != 128 + signal.SIGINT:  # a Ctrl-C has reached it too
+                    child.terminate()
                 raise
         if child.returncode and not step.optional:
             raise BadInput(f"a step failed, its reason is above: {shlex.join(step.words)}")
@@ -251,19 +253,31 @@ class Study:
         self.record[step.key] = {"words": step.words, "said": text, "stdout": step.stdout}
         write_json(self.path, self.record, indent=1)
         if step.stdout:  # what shares the file follows each other in it, done in this call or before
-            shared = [key for key, of in self.record.items() if of.get("stdout") == step.stdout]
+            numbers = {number_of(s.key) for s in self.steps if s.stdout == step.stdout}
+            shared = [k for k in self.record if number_of(k) in numbers and self.stdout_of(k) == step.stdout]
             order = {s.key: i for i, s in enumerate(self.steps)}
             shared.sort(key=lambda key: order.get(key, -1))  # not of this call's values: first
             with atomic_write(step.stdout, "w") as f:
                 f.write("".join(self.record[key]["said"] for key in shared))
 
+    def stdout_of(self, key: str) -> str | None:
+        """The file of what a step printed: of this call, or as a call with other values recorded it."""
+        now = {s.key: s.stdout for s in self.steps}
+        return now.get(key, self.record.get(key, {}).get("stdout"))
+
     def forget_what_follows(self, step: Step):
-        """Later steps may be made of what this one makes: they are done again."""
-        at = self.steps.index(step)
-        for later in self.steps[at + 1 :]:
-            if later.stdout is None or later.stdout != step.stdout:
-                self.record.pop(later.key, None)
+        """Later steps, whatever their values, may be made of what this one makes: they are done again."""
+        later = {s.key for s in self.steps[self.steps.index(step) + 1 :]}
+        later |= {key for key in self.record if number_of(key) > number_of(step.key)}
+        for key in later:
+            if step.stdout is None or self.stdout_of(key) != step.stdout:
+                self.record.pop(key, None)
         write_json(self.path, self.record, indent=1)
+
+
+def number_of(key: str) -> int:
+    """The place of a step's table in its study."""
+    return int(key.split()[0])
 
 
 def matches(word: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -178,6 +179,28 @@ def test_only_some_steps(chain, tmp_path):
     assert chain(f"--more={tmp_path}/y") == {"c"}  # it was made of another b
 
 
+def test_what_a_call_leaves_out_is_made_again_if_what_it_is_made_of_was(command, tmp_path, capsys):
+    toy = f"""
+[values]
+base = "1"
+x = ["a", "b"]
+[[steps]]
+stdout = "{{out}}/base"
+run = "{tmp_path}/say.py {{base}}"
+[[steps]]
+for = "x"
+stdout = "{{out}}/of_{{x}}"
+run = "{tmp_path}/say.py {{x}} {{out}}/base"
+"""
+    (tmp_path / "say.py").write_text(
+        "import sys\nprint(*[open(p).read() for p in sys.argv[2:]], sys.argv[1])"
+    )
+    argv = ("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}")
+    for some in ((), ("--x=a", "--base=2"), ("--base=2",)):
+        assert command(*argv, *some, toy=toy) == 0
+    assert (tmp_path / "of_b").read_text().split() == ["2", "b"]
+
+
 def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(command, tmp_path, capsys):
     toy = f"""
 [values]
@@ -209,33 +232,44 @@ run = "{tmp_path}/say.py {{word}}"
     for some in ("--word=one", "--word=two"):
         assert command("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}", some, toy=toy) == 0
     assert (tmp_path / "said.txt").read_text().split() == ["one", "two"]
+    record = tmp_path / "work/runs/toy.study.json"  # as before it kept where the lines went
+    kept = {
+        key: {n: v for n, v in of.items() if n != "stdout"}
+        for key, of in json.loads(record.read_text()).items()
+    }
+    record.write_text(json.dumps(kept))
+    assert (
+        command("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}", "--word=two,one,six", toy=toy)
+        == 0
+    )
+    assert (tmp_path / "said.txt").read_text().split() == ["two", "one", "six"]
 
 
-def test_a_study_that_is_stopped_lets_its_step_clean_up(tmp_path):
-    """SIGTERM reaches the command that runs, which is not killed."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
+    """SIGTERM is handed on; a Ctrl-C, which a terminal sends to both, reaches the step once."""
+    exits = "from nanonorm.errors import exit_on_signals\nexit_on_signals()\n"
     (tmp_path / "slow.py").write_text(
-        "import signal, sys, time\n"
-        "from pathlib import Path\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[2]).touch(), sys.exit(1)))\n"
-        "Path(sys.argv[1]).touch()\n"
-        "time.sleep(60)\n"
+        "import sys, time\n"
+        "from pathlib import Path\n" + exits + "try:\n"
+        "    Path(sys.argv[1]).touch()\n"
+        "    time.sleep(60)\n"
+        "finally:\n"
+        "    time.sleep(0.5)\n"
+        "    Path(sys.argv[2]).touch()\n"
     )
-    begun, cleaned, words = tmp_path / "begun", tmp_path / "cleaned", [tmp_path / "slow.py"]
-    words = [str(path) for path in (*words, begun, cleaned)]
+    begun, cleaned = tmp_path / "begun", tmp_path / "cleaned"
+    words = [str(path) for path in (tmp_path / "slow.py", begun, cleaned)]
     work = (
-        "import signal, sys\n"
-        "from scripts import study\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
-        f"of = study.Study([], study.StudyKnobs(), study.Path({str(tmp_path / 'record')!r}))\n"
-        f"step = study.Step('run', {words!r}, '1 run')\n"
-        "of.steps.append(step)\n"
-        "of.run(step)\n"
+        "from scripts import study\n" + exits + f"step = study.Step('run', {words!r}, '1 run')\n"
+        f"study.Study([step], study.StudyKnobs(), study.Path({str(tmp_path / 'record')!r})).work()\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", work], cwd=ROOT)
+    child = subprocess.Popen([sys.executable, "-c", work], cwd=ROOT, start_new_session=True)
     while not begun.exists() and child.poll() is None:
         time.sleep(0.02)
-    child.terminate()
-    assert child.wait() == 1 and cleaned.exists()
+    number = getattr(signal, name)
+    (os.killpg if name == "SIGINT" else os.kill)(child.pid, number)
+    assert child.wait() == 128 + number and cleaned.exists()
 
 
 def test_a_step_that_fails_ends_the_study_with_its_reason(command, tmp_path, capfd):

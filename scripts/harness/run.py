@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from nanonorm.cli import parse  # not found? pip install -e .
-from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT
+from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
+from nanonorm.files import ROOT, json_object
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
@@ -80,6 +80,17 @@ def put_model(path: str, folder: Path):
         sys.exit(2)
 
 
+def batch_size(folder: Path) -> str:
+    """Of an export on a CPU: one text beside a sink. lm_eval pads by ends of text there, which can run away,
+    and a weight of 0 times infinity then spoils the row."""
+    return "1" if json_object((folder / "config.json").read_bytes()).get("sink") else "4"
+
+
+def reason(said: list[str]) -> str:
+    """The last error among lines; the last line of all may be a progress bar."""
+    return ([line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)] or said)[-1]
+
+
 def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: Path) -> bool:
     """Run lm_eval, and say how many inputs it has cut; whether it came to its end."""
     print(f"== {task}, {examples} examples before the question", flush=True)
@@ -89,8 +100,7 @@ def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: P
         status = subprocess.run(command, stderr=f).returncode
     said = log.read_text(errors="replace").splitlines() or [f"status {status}"]
     if status:
-        errors = [line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)]  # else a bar is last
-        print(f"lm_eval did not finish {task}: {(errors or said)[-1]}", file=sys.stderr)
+        print(f"lm_eval did not finish {task}: {reason(said)}", file=sys.stderr)
     cut = sum("exceeds model's maximum length" in line for line in said)
     print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
     return status == 0
@@ -98,6 +108,7 @@ def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: P
 
 def main() -> int:
     k, path, flags = read_command(sys.argv[1:])
+    exit_on_signals()  # the folder of the export is put away
     for name in ("text", "choices"):
         if not Path(getattr(k, name)).is_file():
             raise BadInput(f"{name}={getattr(k, name)} is no file")
@@ -117,9 +128,8 @@ def main() -> int:
                 (work / task.name).write_text(text)
             os.environ["HF_HUB_OFFLINE"] = "1"
             tasks, examples = ("local_choice,local_text",), 0
-            # with a sink lm_eval's padding, ends of text, can run away: 0 times infinity then spoils its row
-            batch = "1" if '"sink": [' in (work / "model/config.json").read_text() else "4"
-            flags = ["--include_path", str(work), "--device", "cpu", "--batch_size", batch, *flags]
+            flags = ["--batch_size", batch_size(work / "model"), *flags]
+            flags = ["--include_path", str(work), "--device", "cpu", *flags]
         finished = [evaluate(task, examples, model_args, flags, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 

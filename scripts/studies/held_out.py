@@ -3,7 +3,8 @@
     python scripts/evaluate.py TEACHER START OUT/*/seed*/folded.pt --data=... --kl=True --out=held_out.json
     python scripts/report.py held_out held_out.json --out=results/smollm2
 
-The first network is the one that gaps and KL are to. Those in NAME/seed1/, NAME/seed2/ are one row, NAME.
+The first network is the one that gaps and KL are to. Those in NAME/seed1/, NAME/seed2/ are one row, NAME,
+if their files are called alike; where that name is another's too, a row has its path.
 Writes held_out.md.
 """
 
@@ -38,9 +39,9 @@ def names_of(models: list[str]) -> dict[str, str]:
     return {m: name_of(m) if len(alike[name_of(m)]) == 1 else paths[m] for m in models}
 
 
-def table(rows: list[dict], key: str, sign: str = "", digits: int = 4) -> str:
-    """A row a network, a column a text, in the cells a value of the rows of evaluate.py."""
-    found, names = {}, names_of([row["model"] for row in rows])  # found: name -> text -> values by seed
+def table(rows: list[dict], names: dict[str, str], key: str, sign: str = "", digits: int = 4) -> str:
+    """A row a network, by its name, a column a text, in the cells a value of the rows of evaluate.py."""
+    found = {}  # name -> text -> values by seed
     for row in rows:
         values = found.setdefault(names[row["model"]], {}).setdefault(row["data"], [])
         values += [] if row[key] is None else [row[key]]
@@ -56,7 +57,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
     if "kl" not in (found.get("rows") or [{}])[0]:
         raise BadInput(f"{words[0]} has no losses; name what scripts/evaluate.py --kl=True --out= writes")
-    first = found["rows"][0]["model"]
+    first, names = found["rows"][0]["model"], names_of([row["model"] for row in found["rows"]])
     teacher, others = ([r for r in found["rows"] if (r["model"] == first) == of] for of in (True, False))
     if all(row["kl"] is None for row in others):
         raise BadInput(f"{words[0]} has no KL; evaluate two networks or more, with --kl=True")
@@ -64,11 +65,11 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     how = f"Nats a token, over {size} of {text} and alike, in windows of {teacher[0]['block_size']}; ± is a "
     how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
     text = ["# Distilled, on held-out texts", command, how]
-    text += ["Cross-entropy of the first network, the teacher", table(teacher, "ce")]
-    text += ["Cross-entropy above the teacher's", table(others, "gap", "+")]
-    text += ["KL to the teacher", table(others, "kl")]
+    text += ["Cross-entropy of the first network, the teacher", table(teacher, names, "ce")]
+    text += ["Cross-entropy above the teacher's", table(others, names, "gap", "+")]
+    text += ["KL to the teacher", table(others, names, "kl")]
     if any("not_finite" in row for row in others):
         head = "Windows in which a loss is not finite, left out above"
-        text += [head, table(others, "not_finite", digits=1)]
+        text += [head, table(others, names, "not_finite", digits=1)]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

@@ -34,6 +34,8 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         try:
             here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
             how = f"{report['settings']['dtype']}, {report['settings']['iters']} rounds"
+            if not report["rows"]:
+                raise LookupError("no rows")
             for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
                 size = f"{report['model']['n_layer']} blocks, {shape}, {how}"
                 places.add(f"{report['machine']}, torch {report['torch']}; {size}")
