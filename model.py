@@ -169,8 +169,7 @@ class ModelConfig(ModelKnobs):
             needs = f"needs norms, which are gone in {self.form} form"
             raise ModelError(f"site_weight={self.site_weight} {needs}")
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
-            three = "three numbers up to 1e6, for attentions, MLPs and the head"
-            raise ModelError(f"dyt_alpha is {three}, as in --dyt_alpha='(1,1,1)'")
+            raise ModelError("dyt_alpha is three numbers up to 1e6, as in --dyt_alpha='(1,1,1)'")
         if self.calib_skip_first and self.block_size == 1:
             raise ModelError("calib_skip_first=True needs block_size above 1")
         if self.sink_token is not None:
