@@ -63,7 +63,7 @@ COMMANDS = {
     "data.tinystories.prepare": "Knobs", "data.openwebtext.prepare": "Knobs", "data.held_out": "Knobs",
     "data.nemotron.prepare": "Knobs", "data.fineweb_edu.prepare": "Knobs", "scripts.evaluate": "Evaluate",
     "scripts.couple": "Couple", "scripts.sweep": "Sweep", "scripts.foldable": "Foldable",
-    "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts", "scripts.speed.where": "Where",
+    "scripts.speed.peers": "Peers", "scripts.speed.parts": "Parts",
     "scripts.studies.papers": "Knobs", "scripts.studies.picture": "Knobs", "scripts.studies.gpt2": "Knobs",
     "scripts.studies.couple": "Knobs", "scripts.studies.gaps": "Knobs", "scripts.studies.alphas": "Knobs",
     "scripts.studies.amplify": "Knobs", "scripts.studies.course": "Knobs",

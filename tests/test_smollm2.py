@@ -21,7 +21,7 @@ from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
 from scripts.harness.continuations import passages
 from scripts.studies import held_out
-from scripts.studies.held_out import table
+from scripts.studies.held_out import names_of, table
 
 
 def test_windows_are_of_all_the_text_and_begin_with_the_token():
@@ -131,7 +131,7 @@ def test_a_row_of_held_out_texts_is_a_mean_over_seeds():
         rows.append({"model": run, "data": f"data/{text}", "kl": seed * scale[text]})
     rows.append({"model": "out/start", "data": "data/a", "kl": 0.5})
     rows.append({"model": "out/start", "data": "data/b", "kl": 0.25})
-    lines = table(rows, "kl").splitlines()
+    lines = table(rows, names_of([row["model"] for row in rows]), "kl").splitlines()
     assert lines[0] == "| network | n | a | b |"
     assert lines[2] == "| dora | 2 | 2.0000 ± 1.4142 | 4.0000 ± 2.8284 |"
     assert lines[4] == "| start | 1 | 0.5000 | 0.2500 |"
