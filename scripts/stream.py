@@ -265,6 +265,9 @@ def main(argv: list[str]):
     for network in networks:
         if k.begin is not None and k.begin >= network.vocab_size:
             raise BadInput(f"begin={k.begin} is no token of {network.name}, which has {network.vocab_size}")
+    names = [text.folder.name for text in texts]
+    if len(set(names)) < len(names):
+        names = range(1, len(names) + 1)
     figures, rows, tokens = None, [], []
     blocks = ["# The stream", "    " + shlex.join(["python", "scripts/stream.py", *argv])]
     for i, network in enumerate(opened(networks, device), 1):
@@ -272,8 +275,7 @@ def main(argv: list[str]):
             raise BadInput(f"the stream is that of a network which our own reader takes: {network.remark}")
         figures = figures or Figures(k.out)
         own = "stream" if len(networks) == 1 else f"stream_{i}"
-        for j, text in enumerate(texts, 1):
-            named = text.folder.name if len({t.folder.name for t in texts}) == len(texts) else str(j)
+        for text, named in zip(texts, names, strict=True):
             tag = folder_name(f"{own}_{named}")
             said, of_sites, of_tokens = report(k, network, text, figures, device, tag)
             print("\n\n".join(said), flush=True)

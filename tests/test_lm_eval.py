@@ -14,7 +14,7 @@ from test_readme import HERE, commands_in, read_lm_eval, run_as_written
 from data.tokenizer import load_tokenizer
 from forms import load_model
 from nanonorm.files import ROOT, read_file, write_file
-from scripts.harness import run
+from scripts.harness import run as harness
 
 pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
 SCRIPT = ROOT / "scripts/harness/run.py"
@@ -68,12 +68,12 @@ def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
 def test_beside_a_sink_no_row_is_padded(tmp_path):
     for sink, size in (([3, 1, 64], "1"), (None, "4")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "nanonorm_llama", "sink": sink}))
-        assert run.batch_size(tmp_path) == size
+        assert harness.batch_size(tmp_path) == size
 
 
 def test_the_reason_is_the_last_error_and_no_progress_bar():
     said = ["ValueError: the first", "RuntimeError: the last", "Running loglikelihood requests: 0%|  | 0/9"]
-    assert run.reason(said) == said[1] and run.reason(said[2:]) == said[2]
+    assert harness.reason(said) == said[1] and harness.reason(said[2:]) == said[2]
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers

@@ -31,12 +31,12 @@ USUAL = (
     "taper/residual.",
 )  # fmt: skip
 
-LABELS = {
+LABELS = {  # how a metric begins -> its unit
     r"\w+/(loss|ce|kl)": "nats per token",
     "grad/": "L2 norm",
     "taper/(limited|sinks)": "share of tokens",
     "(train/site|site/)": "log scale, squared",
-}  # how a metric begins -> its unit
+}
 
 
 @dataclass

@@ -172,8 +172,8 @@ def knobs_text(runs: list[FinishedRun], knobs) -> str:
     """The values of some knobs in runs that share them and read them."""
     if not runs:
         return ""
-    set_ = {k: v for k, v in runs[0].settings.items() if k != "device"}  # "auto": the point has what it was
-    values = {k: set_.get(k, runs[0].point[k]) for k in knobs if k in runs[0].point}
+    asked = {k: v for k, v in runs[0].settings.items() if k != "device"}  # "auto": the point has what it was
+    values = {k: asked.get(k, runs[0].point[k]) for k in knobs if k in runs[0].point}
     return ", ".join(f"{k} {value}" for k, value in values.items() if value is not None)
 
 
