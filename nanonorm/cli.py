@@ -42,14 +42,14 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
         print_help(cls, usage)
         sys.exit(0)
     config, explicit, words = cls(), set(), [a for a in argv if not a.startswith("--")]
+    if bare := [a for a in argv if a.startswith("--") and "=" not in a]:
+        raise BadInput(f"{bare[0]}: flags are written --key=value")
     for path in words if files else []:
         for name, value in run_file(path).items():
             set_knob(config, name, value, path)
             explicit.add(name)
     for flag in (a for a in argv if a.startswith("--")):
-        name, equals, text = flag[2:].partition("=")
-        if not equals:
-            raise BadInput(f"{flag}: flags are written --key=value")
+        name, _, text = flag[2:].partition("=")
         set_knob(config, name, text, "command line", text=True)
         explicit.add(name)
     return config, explicit, words
@@ -116,7 +116,8 @@ def run_file(word: str) -> dict:
         raise BadInput(f"{path} is no table of runs: that would be a dict of dicts named ROWS") from None
     if row not in rows:
         near = difflib.get_close_matches(row or "", rows, n=1) or [*rows][:1]
-        raise BadInput(f"{path} is a table of runs; name one of its rows, as in {path}:{''.join(near)}")
+        table = f"{path} is a table of runs" + (f" without a row {row}" if row else "")
+        raise BadInput(f"{table}; name one of its rows, as in {path}:{''.join(near)}")
     return rows[row]
 
 

@@ -275,6 +275,10 @@ def find(name: str | Path, weights: bool = True) -> Path:
     if os.path.exists(name):
         return Path(name)
     said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin", ".gguf"))
+    folder = Path(name).parent
+    if "/" in name and folder.is_dir():
+        there = sorted(path.name for path in folder.iterdir())
+        said += f" ({folder} holds {', '.join(there)[:200] or 'nothing'})"
     if is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
         raise BadInput(said)
     way_out = f"fetch it where the hub can be reached (hf download {name} --local-dir=DIR) and give DIR"

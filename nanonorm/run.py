@@ -67,7 +67,13 @@ def open_model(name: str | Path, hollow: bool = False) -> tuple[dict, Path]:
     if is_pretrained(path):
         return read_pretrained(path, hollow=hollow), path
     path = model_file(path)
-    return read_file(path, hollow=hollow), path
+    try:
+        return read_file(path, hollow=hollow), path
+    except BadFile as e:
+        before = path.with_name("ckpt.prev.pt")
+        if path.name != "ckpt.pt" or not before.exists():
+            raise
+        raise BadFile(f"{e}; the checkpoint before it is {before}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -311,7 +317,7 @@ def refuse_another_run(out_dir: Path):
     held = [name for name in MARKS if (out_dir / name).exists()]
     if held and held[0].endswith(".pt"):
         remedy = "add --init_from=resume to go on with it, or name another --out_dir"
-        raise BadInput(f"{out_dir} holds another run ({held[0]}); {remedy}")
+        raise BadInput(f"{out_dir} holds a run ({held[0]}); {remedy}")
     if held:
         what = f"what is left of a run without a checkpoint ({held[0]})"
         raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")

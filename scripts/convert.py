@@ -179,9 +179,9 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
             done = import_module(f"scripts.exports.{to}").write(job)
             describe(job, to, done)
     said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
-    said += [f"{max(found.values()):.1e} by {what}" for what, found in errors.items() if found]
-    off = f"at most {', '.join(said)} of the logit scale off, on {text}"
-    return f"wrote {out}: {off}\nit runs in {done['runs']}"
+    said += [f"{what} alone {max(found.values()):.1e}" for what, found in errors.items() if found]
+    off = f"largest difference, as a share of the logits' spread: {', '.join(said)}; on {text}"
+    return f"wrote {out}\n{off}\nit runs in {done['runs']}"
 
 
 def main():

@@ -185,6 +185,11 @@ def test_a_bad_flag_is_one_line_that_names_it_and_what_was_wanted(flag, wanted):
     assert "command line" in message or flag in message
 
 
+def test_a_value_without_its_equals_sign_is_not_taken_for_a_config_file():
+    said = "--max_iters: flags are written --key=value"
+    assert refused("--max_iters", "10", files=True) == said == refused("10", "--max_iters", files=True)
+
+
 def bare(hint):
     """(the type, what limits it: a Range, AS_TUPLE, a table of names, or None) of an annotated one."""
     facts = [fact for fact in hint.__metadata__ if not isinstance(fact, Needs | Anew | Since)]
@@ -380,8 +385,9 @@ def test_a_row_of_a_table_is_a_run(tmp_path):
     table = write(tmp_path, "t.py", "ROWS = {f'n{n}': {'n_layer': n} for n in (3, 4)}\nignored = 3\n")
     config, explicit, words = parse(Config, [f"{table}:n4", "--seed=2"], files=True)
     assert (config.n_layer, explicit, words) == (4, {"n_layer", "seed"}, [f"{table}:n4"])
-    for row in ("n5", ""):
-        assert f"name one of its rows, as in {table}:n3" in refused(f"{table}:{row}", files=True)
+    said = f"{table} is a table of runs%s; name one of its rows, as in {table}:n3"
+    for row, lacks in (("n5", " without a row n5"), ("", "")):
+        assert refused(f"{table}:{row}", files=True) == said % lacks
     write(tmp_path, "t.py", "ROWS = {'n3x': {'n_layers': 3}}\n")
     assert f"{table}:n3x: unknown key 'n_layers'" in refused(f"{table}:n3x", files=True)
     run = write(tmp_path, "run.py", "seed = 3\n")

@@ -493,6 +493,9 @@ def test_a_name_that_nothing_has(tmp_path, monkeypatch):
     stand_in(monkeypatch, model_info=gone, snapshot_download=gone)
     with refuses("no such file or folder: out/dmo", "OSError: 404 Client Error."):
         find("out/dmo")
+    (tmp_path / "out/demo").mkdir(parents=True)
+    with refuses("no such file or folder: out/dmo (out holds demo), nor does the Hugging Face hub give it"):
+        find("out/dmo")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with refuses("pip install huggingface_hub"):
         find("gpt2")

@@ -13,6 +13,7 @@ import torch
 from forms import FOLD_TOLERANCE
 from model import ModelConfig, Transformer
 from nanonorm.errors import BadInput, ModelError
+from nanonorm.machine import quiet_torchao
 
 ALLOWED = FOLD_TOLERANCE  # largest error of a logit, of the spread of the logits
 EXACT_UP_TO = 500_000_000  # parameters of a network that is proved in float64 too, in 40 bytes each
@@ -102,6 +103,7 @@ def needed(package: str, install: str = "-r requirements-export.txt"):
 
 def needed_transformers():
     """The package, without its progress bars and remarks: an error is to be one line. Raises: BadInput."""
+    quiet_torchao()  # which transformers imports where it is installed
     package = needed("transformers")
     package.utils.logging.disable_progress_bar()
     package.utils.logging.set_verbosity_error()

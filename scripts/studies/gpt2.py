@@ -25,8 +25,13 @@ from scripts.studies.runs import FinishedRun, about, load_all, load_base, read_j
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
-TABLED = (*PROTOCOLS, WITH_FIRST)
-AGAINST = (("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"))
+SITE = ("vanilla_site", "internal_site", "internal_site_alone")  # with a site loss; alone: without the anchor
+TABLED = (*PROTOCOLS, WITH_FIRST, *SITE)
+AGAINST = (
+    ("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"),
+    *(("internal_site", name) for name in ("vanilla_site", "internal")),
+    *(("internal_site_alone", name) for name in ("vanilla_site", "internal")),
+)  # fmt: skip
 SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
