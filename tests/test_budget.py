@@ -1,6 +1,5 @@
 """gate_budget: gates that go down while the running loss is under it, and wait while it is not."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from conftest import batch, refuses, same_state, state_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from running import assert_same, assert_same_run, final, flags, metrics, refused, train
+from running import assert_same, assert_same_run, cut_back, final, flags, metrics, refused, train
 from test_gates import CPU, FAKE, ONE_BY_ONE, small_run, whole_run
 
 from config import Config
@@ -178,8 +177,7 @@ def test_a_run_that_waits(corpus, tmp_path, capsys):
     assert 0 < steps[23] < 20 and steps == sorted(steps)
     assert final(run)["meta"]["phase"] == "blend" and min(final(run)["meta"]["gate"]) > 0
     again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "ckpt.prev.pt").replace(again / "ckpt.pt")
+    cut_back(24, run, again)
     assert train("--init_from=resume", f"--out_dir={again}", expect=None) == status
     assert_same_run(run, again)
     assert_same(final(run)["progress"]["gates"], final(again)["progress"]["gates"])

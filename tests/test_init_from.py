@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import BPE_SIZE, norm_names, randomize, slow
-from running import assert_goes_on_from, assert_same_run, final, flags, killed, metrics, ran, refused, train
+from running import assert_goes_on_from, assert_same_log, final, flags, metrics, ran, refused, train
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
@@ -99,10 +98,7 @@ def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus,
     train(*started(tmp_path / "one", bpe_corpus, weights, **short))
     other = started(tmp_path / "other", bpe_corpus, weights, **short, compile=how == "compiled")
     ran(*other, ranks=1 if how == "compiled" else 2)
-    one, other = (metrics(tmp_path / name) for name in ("one", "other"))
-    for a, b in zip(one, other, strict=True):
-        for name in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
-            assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-10), (name, a["iter"])
+    assert_same_log(tmp_path / "one", tmp_path / "other", 1e-10)
 
 
 @pytest.mark.parametrize("norm, family", [("cbwc", "gpt2"), ("coupled", "llama")])
@@ -144,15 +140,12 @@ def test_a_run_goes_on_with_a_taper(base, corpus, tmp_path):
     assert metrics(out)[0]["train/loss"] < metrics(base)[0]["train/loss"] - 0.1
 
 
-def test_killed_and_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path, one_thread):
+def test_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path, one_thread):
     """Without the weights it began with: the checkpoint holds all it needs."""
-    moved = shutil.copy(base / "ckpt.pt", tmp_path / "weights.pt")
-    flags_of = partial(started, corpus=corpus, weights=moved, taper="all", dropout=0.1)
-    train(*flags_of(tmp_path / "whole"))
-    killed(flags_of(tmp_path / "cut"), "after", 33)
+    moved, blend = shutil.copy(base / "ckpt.pt", tmp_path / "weights.pt"), {"max_iters": 32, "gate_end": 30}
+    train(*started(tmp_path / "run", corpus, moved, taper="all", dropout=0.1, **blend))
     moved.unlink()
-    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_goes_on_from(20, tmp_path / "run", tmp_path / "again")
 
 
 # --- networks whose norms are gone
@@ -216,18 +209,14 @@ def test_every_form_is_trained_on_and_exported(file, ended, corpus, tmp_path, ca
     assert "logits agree" in capsys.readouterr().out
 
 
-def test_a_run_without_norms_killed_and_resumed_is_the_same_run(norm_free, corpus, tmp_path, one_thread):
+def test_a_run_without_norms_goes_on_as_the_same_run(norm_free, corpus, tmp_path, one_thread):
     """From a fold, whose scale the loss goes on to hold: with the target that it has in this run."""
-    flags_of = partial(begun, corpus=corpus, weights=norm_free / "folded.pt", aux_weight=0.1, gate_start=2)
-    train(*flags_of(tmp_path / "whole"))
-    killed(flags_of(tmp_path / "cut"), "after", 5)
-    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert metrics(tmp_path / "cut")[-1]["train/aux"] > 0
-    again = tmp_path / "again"  # and begun from once more, without the loss
-    train(*begun(again, corpus, tmp_path / "cut", learning_rate=0))
-    after, before = (metrics(run)[-1]["val/loss"] for run in (again, tmp_path / "cut"))
-    assert after == pytest.approx(before, rel=1e-5)
+    run, anew = tmp_path / "run", tmp_path / "anew"
+    train(*begun(run, corpus, norm_free / "folded.pt", aux_weight=0.1, gate_start=2))
+    assert_goes_on_from(6, run, tmp_path / "again")
+    assert metrics(run)[-1]["train/aux"] > 0
+    train(*begun(anew, corpus, run, learning_rate=0))  # and begun from once more, without the loss
+    assert metrics(anew)[-1]["val/loss"] == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
 
 
 def test_a_weightless_network_stays_one(corpus, tmp_path):

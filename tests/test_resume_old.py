@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import refuses
-from running import metrics, train
+from running import cut_back, metrics, train
 
 import model
 from nanonorm.files import read_file, write_file
@@ -65,11 +65,10 @@ def test_an_old_run_goes_on(tables, tmp_path, one_thread, monkeypatch, capfd):
 def test_sums_of_before_the_total_go_on(reference, tmp_path):
     """Of ce, aux and 1: at step 56 they hold a step since the last log line."""
     run = tmp_path / "run"
-    shutil.copytree(reference, run)
-    (run / "ckpt.prev.pt").replace(run / "ckpt.pt")
+    cut_back(56, reference, run)
     file = read_file(run / "ckpt.pt")
     ce, aux, n = file["progress"]["totals"][1:]
-    assert file["progress"]["iter"] == 56 and n == 1 and aux > 0
+    assert n == 1 and aux > 0
     file["progress"]["totals"] = torch.stack((ce, aux, n))
     write_file(file, run / "ckpt.pt")
     train("--init_from=resume", f"--out_dir={run}")

@@ -14,7 +14,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from running import ROOT, final, flags, launch, metrics, refused, train
+from running import ROOT, assert_same_log, cut_back, final, flags, launch, ran, refused, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
@@ -234,14 +234,6 @@ def test_ranks_start_in_little_more_than_they_keep(kind, shard, corpus, tmp_path
 # runs of train.py and their checkpoints
 
 
-def assert_same_log(a, b, tolerance=1e-10):
-    """But for what is of the first rank's last micro-batch."""
-    for one, other in zip(metrics(a), metrics(b), strict=True):
-        assert one.keys() == other.keys()
-        for name in one.keys() - {"s/mean", "logits/l2"}:
-            assert abs(one[name] - other[name]) <= tolerance * max(1, abs(one[name])), (name, one["iter"])
-
-
 @pytest.fixture(scope="module")
 def plain(corpus, tmp_path_factory, one_thread):
     """An unsharded run, and beside it a sharded one of one process."""
@@ -249,20 +241,6 @@ def plain(corpus, tmp_path_factory, one_thread):
     train(*flags(folder / "run", corpus, **RUN))
     train(*flags(folder / "alone", corpus, **RUN, shard=True))
     return folder / "run"
-
-
-def cut(run, to):
-    """A copy of a run as it was when it wrote the checkpoint of its step 16."""
-    shutil.copytree(run, to)
-    (to / "ckpt.prev.pt").replace(to / "ckpt.pt")
-    assert final(to)["progress"]["iter"] == 16
-    return to
-
-
-def run_on(ranks: int, *argv, fault=None) -> tuple[int, str]:
-    process = launch(*argv, ranks=ranks, fault=fault, stdout=-1, stderr=-2)
-    said = process.communicate(timeout=600)[0]
-    return process.returncode, said
 
 
 def test_a_checkpoint_in_parts_is_the_same_checkpoint(plain, capsys):
@@ -285,9 +263,10 @@ def test_a_checkpoint_in_parts_is_the_same_checkpoint(plain, capsys):
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_one_process_goes_on_from_either(plain, shard, tmp_path):
-    run = cut(plain if shard else plain.parent / "alone", tmp_path / "again")
+    run = tmp_path / "again"
+    cut_back(16, plain if shard else plain.parent / "alone", run)
     train("--init_from=resume", f"--out_dir={run}", f"--shard={shard}")
-    assert_same_log(plain, run)
+    assert_same_log(plain, run, 1e-10)
 
 
 def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
@@ -305,7 +284,7 @@ def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
     train(*argv)
     assert "going on from step 16 of" in capsys.readouterr().err
     assert (run / torch.load(run / "ckpt.bad.pt")["parts"]["folder"]).is_dir()
-    assert_same_log(plain, run)
+    assert_same_log(plain, run, 1e-10)
 
 
 def test_gradients_of_ranks_lie_in_the_buckets_that_are_sent():
@@ -368,26 +347,23 @@ def test_another_number_of_ranks_goes_on(others, plain, corpus, tmp_path):
     run = plain.parent / "alone"
     if first > 1:
         run = tmp_path / "run"
-        status, said = run_on(first, *flags(run, corpus, **RUN, shard=True))
-        assert status == 0, said
-        assert_same_log(plain, run)
-    again = cut(run, tmp_path / "again")
-    status, said = run_on(then, "--init_from=resume", f"--out_dir={again}")
-    assert status == 0, said
-    assert_same_log(plain, again)
+        ran(*flags(run, corpus, **RUN, shard=True), ranks=first)
+        assert_same_log(plain, run, 1e-10)
+    again = tmp_path / "again"
+    cut_back(16, run, again)
+    ran("--init_from=resume", f"--out_dir={again}", ranks=then)
+    assert_same_log(plain, again, 1e-10)
 
 
 @pytest.mark.slow(minutes=3)
 def test_ranks_shard_an_unsharded_run_and_the_other_way(plain, tmp_path):
-    again = cut(plain, tmp_path / "again")
-    status, said = run_on(2, "--init_from=resume", f"--out_dir={again}", "--shard=True")
-    assert status == 0, said
-    assert_same_log(plain, again)
-    whole = tmp_path / "whole"
-    shutil.copytree(again, whole)
-    (whole / "ckpt.prev.pt").replace(whole / "ckpt.pt")
+    again, whole = tmp_path / "again", tmp_path / "whole"
+    cut_back(16, plain, again)
+    ran("--init_from=resume", f"--out_dir={again}", "--shard=True", ranks=2)
+    assert_same_log(plain, again, 1e-10)
+    cut_back(16, again, whole)
     train("--init_from=resume", f"--out_dir={whole}", "--shard=False")
-    assert_same_log(plain, whole)
+    assert_same_log(plain, whole, 1e-10)
 
 
 @pytest.mark.slow(minutes=5)
@@ -397,9 +373,8 @@ def test_ranks_shard_an_unsharded_run_and_the_other_way(plain, tmp_path):
 def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(fault, plain, corpus, tmp_path):
     rank, at, n = fault
     argv = flags(tmp_path / "run", corpus, **RUN, shard=True, init_from="auto")
-    status, said = run_on(2, *argv, fault={"at": at, "n": n, "do": "kill", "rank": rank})
-    assert status != 0 and "SIGKILL" in said.upper(), said
-    status, said = run_on(2, *argv)
-    assert status == 0, said
-    assert_same_log(plain, tmp_path / "run")
+    said = ran(*argv, ranks=2, fault={"at": at, "n": n, "do": "kill", "rank": rank}, fails=True)
+    assert "SIGKILL" in said.upper(), said
+    ran(*argv, ranks=2)
+    assert_same_log(plain, tmp_path / "run", 1e-10)
     assert len(list((tmp_path / "run").glob("*.parts"))) == 2

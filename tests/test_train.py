@@ -20,6 +20,7 @@ from conftest import ROOT, slow, tiny_config, tokens
 from running import (
     assert_goes_on_from,
     assert_same,
+    assert_same_log,
     assert_same_run,
     cut_back,
     final,
@@ -152,11 +153,7 @@ def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
     ran(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks)
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
     torch.testing.assert_close(more["state"], one["state"], rtol=1e-8, atol=1e-10)
-    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
-        assert a.keys() == b.keys()
-        for k in a:
-            if not k.startswith(("s/mean", "logits")):  # of the first rank's last micro-batch
-                assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
+    assert_same_log(tmp_path / "one", tmp_path / "more", 1e-8)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +176,7 @@ def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, accu
     assert (f"as {accumulated} x {size}, not 2 x 4: the run goes on equal to rounding" in said) != same
     assert final(again)["run"]["draw_size"] == (None if same else 4)
     torch.testing.assert_close(final(again)["state"], final(two_by_four)["state"], rtol=1e-8, atol=1e-10)
-    for a, b in zip(metrics(two_by_four), metrics(again), strict=True):
-        for k in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
-            assert abs(a[k] - b[k]) <= 1e-8 * max(1, abs(a[k])), k
+    assert_same_log(two_by_four, again, 1e-8)
 
 
 def rank_main(rank, folder):
