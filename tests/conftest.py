@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,28 @@ def code_cache(tmp_path, monkeypatch):
     for name in set(sys.modules) - modules:
         if name.startswith("transformers_modules"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the hub's clients: `hub.rows` is what any data set holds, or {split: that}; `hub.asked`
+    what was asked for."""
+    import datasets
+    import huggingface_hub
+
+    hub = SimpleNamespace(rows=[], asked=[])
+
+    def load_dataset(*which, split, revision, streaming=False):
+        hub.asked.append((*which, split, revision, streaming))
+        rows = hub.rows[split] if isinstance(hub.rows, dict) else hub.rows
+        return iter(rows) if streaming else datasets.Dataset.from_list(rows)
+
+    def dataset_info(self, name, timeout, revision="abc123"):
+        return SimpleNamespace(sha=revision)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    return hub
 
 
 def tokens(*shape, seed: int = 0, vocab: int = 61) -> torch.Tensor:

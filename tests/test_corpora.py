@@ -2,10 +2,14 @@
 all from stand-ins for the hub."""
 
 import json
+import sys
+from unittest.mock import Mock
 
+import huggingface_hub
 import numpy as np
 import pytest
-from test_data import fake_hub, one_line, run, write_stories
+from running import refused, train
+from test_data import prepare_of, write_stories
 from test_tokenizer import gpt2, llama3, put
 
 from data import prepare_if_missing
@@ -22,14 +26,13 @@ def ids_of(out, split: str) -> list[int]:
     return np.fromfile(out / f"{split}.bin", meta["dtype"]).tolist()
 
 
-def test_conversations_become_what_the_template_writes(tmp_path):
-    folder = put(tmp_path / "llama3", llama3())
-    rows = [{"messages": [{**m, "more": 1} for m in TALK], "license": "x"} for _ in range(5)]
-    hub = fake_hub(tmp_path / "hub", repr(rows), "nvidia/Nemotron-Post-Training-Dataset-v2", "stem")
-    flags = [f"--tokenizer={folder}", "--conversations=3", "--val_conversations=1", "--out_dir=out"]
-    result = run("nemotron", *flags, cwd=tmp_path, **hub)
-    assert result.returncode == 0, result
-    tokenizer, out = load_tokenizer(folder), tmp_path / "out"
+def test_conversations_become_what_the_template_writes(hub, tmp_path):
+    folder, out = put(tmp_path / "llama3", llama3()), tmp_path / "out"
+    hub.rows = [{"messages": [{**m, "more": 1} for m in TALK], "license": "x"} for _ in range(5)]
+    flags = [f"--tokenizer={folder}", "--conversations=3", "--val_conversations=1", f"--out_dir={out}"]
+    train(*flags, program=prepare_of("nemotron"))
+    assert set(hub.asked) == {("nvidia/Nemotron-Post-Training-Dataset-v2", "stem", "abc123", True)}
+    tokenizer = load_tokenizer(folder)
     text = written(TALK, tokenizer)
     tokenizer.core.encode_special_tokens = False
     one = [*tokenizer.core.encode(text, add_special_tokens=False).ids, tokenizer.eot_id]
@@ -51,13 +54,12 @@ def test_a_written_conversation_ends_with_its_last_turn_and_comes_back():
     assert written(TALK, TokenizerJson(gpt2())) == "def f\n\n<|user|>return 1\n"
 
 
-def test_documents_of_a_subset_are_split_where_they_stand(tmp_path):
+def test_documents_of_a_subset_are_split_where_they_stand(hub, tmp_path):
     own = put(tmp_path / "gpt2", gpt2())
-    rows = [{"text": f"document {i}"} for i in range(9)]
-    hub = fake_hub(tmp_path / "hub", repr(rows), "HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
-    flags = [f"--tokenizer={own}", "--val_documents=2", "--documents=7", "--out_dir=out"]
-    result = run("fineweb_edu", *flags, cwd=tmp_path, **hub)
-    assert result.returncode == 0, result
+    hub.rows = [{"text": f"document {i}"} for i in range(9)]
+    flags = [f"--tokenizer={own}", "--val_documents=2", "--documents=7", f"--out_dir={tmp_path / 'out'}"]
+    train(*flags, program=prepare_of("fineweb_edu"))
+    assert set(hub.asked) == {("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", "abc123", True)}
     tokenizer = load_tokenizer(own)
     for split, which in (("val", range(2)), ("train", range(2, 7))):
         wanted = [i for n in which for i in (*tokenizer.encode(f"document {n}"), tokenizer.eot_id)]
@@ -65,32 +67,33 @@ def test_documents_of_a_subset_are_split_where_they_stand(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tinystories", "openwebtext", "nemotron", "fineweb_edu"])
-def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path):
-    own = put(tmp_path / "own", gpt2())
+def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own, how = put(tmp_path / "own", gpt2()), {"program": prepare_of(name)}
     for split in ("train", "val"):
         write_stories(tmp_path / f"{split}.txt", [f"a {split} text", "another"])
     files = ["--text=train.txt", "--val_text=val.txt"]
-    result = run(name, f"--tokenizer={own}", *files, "--out_dir=out", cwd=tmp_path)
-    assert result.returncode == 0, result
+    train(f"--tokenizer={own}", *files, "--out_dir=out", **how)
     meta = json.loads((tmp_path / "out/meta.json").read_text())
     assert (meta["train_documents"], meta["source"]) == (2, "train.txt (train) and val.txt (val)")
     cases = [(["--text=train.txt"], "go together"), (["word"], "unexpected word")]
     cases += [(["--text=x", "--val_text=y"], "is not a file")]
     for flags, said in cases:
-        assert said in one_line(run(name, f"--tokenizer={own}", *flags, "--out_dir=no", cwd=tmp_path))
-    no_hub = run(name, f"--tokenizer={own}", "--out_dir=no", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert "cannot reach" in one_line(no_hub) and "--text=" in one_line(no_hub)
+        assert said in refused(capsys, f"--tokenizer={own}", *flags, "--out_dir=no", **how)
+    unreachable = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    no_hub = refused(capsys, f"--tokenizer={own}", "--out_dir=no", **how)
+    assert "cannot reach" in no_hub and "--text=" in no_hub
 
 
-def test_a_hub_that_fails_is_one_line_that_names_the_ways_out(tmp_path):
+def test_a_hub_that_fails_is_one_line_that_names_the_ways_out(hub, tmp_path, monkeypatch, capfd):
     """In the middle of the rows, or where its client is not installed; and nothing is left of it."""
-    rows = "({'text': 'one'} if i < 3 else 1/0 for i in range(9))"
-    hub = fake_hub(tmp_path / "hub", rows, "roneneldan/TinyStories")
-    lost = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
-    (tmp_path / "hub/datasets.py").write_text("raise ImportError('no datasets here')")
-    no_package = run("tinystories", "--out_dir=out", cwd=tmp_path, **hub)
-    for result, said in ((lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
-        message = one_line(result)
+    out, how = f"--out_dir={tmp_path / 'out'}", {"program": prepare_of("tinystories")}
+    hub.rows = ({"text": "one"} if i < 3 else 1 / 0 for i in range(9))
+    lost = refused(capfd, out, **how)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    no_package = refused(capfd, out, **how)
+    for message, said in ((lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
         assert said in message and "--text=" in message and "--val_text=" in message
     assert not list((tmp_path / "out").glob("*"))
 
@@ -101,5 +104,6 @@ def test_what_is_not_prepared_is_not_fetched_unasked(name):
         prepare_if_missing(ROOT / "data" / name)
 
 
-def test_nemotron_asks_for_the_checkpoints_tokenizer(tmp_path):
-    assert "name the checkpoint" in one_line(run("nemotron", "--out_dir=no", cwd=tmp_path))
+def test_nemotron_asks_for_the_checkpoints_tokenizer(tmp_path, capsys):
+    said = refused(capsys, f"--out_dir={tmp_path / 'no'}", program=prepare_of("nemotron"))
+    assert "name the checkpoint" in said

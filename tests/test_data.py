@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import sysconfig
 import tracemalloc
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
@@ -19,6 +19,7 @@ import torch
 from conftest import refuses
 from hypothesis import settings
 from hypothesis import strategies as st
+from running import refused, said_by, train
 
 import data
 from config import Config
@@ -46,17 +47,9 @@ def tokenizer():
     return SentencePiece(train_tokenizer(SOURCE, 500))
 
 
-def run(corpus, *flags, cwd=None, **env):
-    command = [sys.executable, ROOT / "data" / corpus / "prepare.py", *flags]
-    env = {**os.environ, **env}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
-
-
-def one_line(result):
-    """The message of a command that refused its input the way every command must."""
-    assert result.returncode == 2, result
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("prepare.py: "), result.stderr
-    return result.stderr
+def prepare_of(corpus: str) -> str:
+    """The program that prepares a corpus."""
+    return f"data/{corpus}/prepare.py"
 
 
 def write_stories(path, documents):
@@ -143,20 +136,22 @@ def check_manifest(folder):
     return meta, documents
 
 
-def test_local_text_becomes_its_stories(tmp_path):
+def test_local_text_becomes_its_stories(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     nasty = [f"Tim saw {n}{n} a dog." for n in NASTY if n != END]
-    train = ["Once.\n\nThe\tend.", *nasty, f"a {END} b", "\u0434\u0430\r\nyes"] * 30
-    write_stories(tmp_path / "train.txt", [*train, "with blank lines after it \n \n\n", "", "\n"])
+    stories = ["Once.\n\nThe\tend.", *nasty, f"a {END} b", "\u0434\u0430\r\nyes"] * 30
+    write_stories(tmp_path / "train.txt", [*stories, "with blank lines after it \n \n\n", "", "\n"])
     (tmp_path / "val.txt").write_text(f"A story.\n{END}\nAnother, and no end")
     flags = ["--text=train.txt", "--val_text=val.txt", "--vocab_size=300"]
-    result = run("tinystories", *flags, "--out_dir=new/folder", cwd=tmp_path)
-    assert result.returncode == 0 and result.stderr == "", result
+    train(*flags, "--out_dir=new/folder", program=prepare_of("tinystories"))
+    said = capfd.readouterr()
     meta, documents = check_manifest(tmp_path / "new/folder")
-    assert documents["train"] == [*train, "with blank lines after it"]
+    assert documents["train"] == [*stories, "with blank lines after it"]
     assert documents["val"] == ["A story.", "Another, and no end"]
-    assert "train.txt" in meta["source"] and f"{meta['train_tokens']:,} tokens" in result.stdout
+    assert "train.txt" in meta["source"]
+    assert f"{meta['train_tokens']:,} tokens" in said.out and not said.err
 
-    assert run("tinystories", *flags, "--out_dir=other", cwd=tmp_path).returncode == 0
+    train(*flags, "--out_dir=other", program=prepare_of("tinystories"))
     for name in FILES:
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "new/folder" / name).read_bytes()
 
@@ -253,41 +248,30 @@ BOTH = ["--text=good.txt", "--val_text=good.txt"]
         ([*BOTH, "--out_dir=busy"], "another process"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, flags, said):
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flags, said):
+    monkeypatch.chdir(tmp_path)
     write_stories(tmp_path / "good.txt", SOURCE)
     (tmp_path / "latin1.txt").write_bytes(b"fine\ncaf\xe9\n" * 20_000)
     write_stories(tmp_path / "blank.txt", ["", " \n"])
     (tmp_path / "busy").mkdir()
     busy = os.open(tmp_path / "busy", os.O_RDONLY)
     fcntl.flock(busy, fcntl.LOCK_EX)
-    assert said in one_line(run("tinystories", "--vocab_size=400", "--out_dir=out", *flags, cwd=tmp_path))
+    flags = ("--vocab_size=400", "--out_dir=out", *flags)
+    assert said in refused(capsys, *flags, program=prepare_of("tinystories"))
     os.close(busy)
     assert not [path for name in ("out", "busy") for path in (tmp_path / name).glob("*")]
 
 
-# --- the hub, with stand-ins for its client, and the standard library
+# --- the hub, with a stand-in, and the standard library
 
 
-def fake_hub(folder, rows: str, *which: str):
-    """Put a stand-in hub client in `folder`, with an expression of rows and which data set (and part) may be
-    asked for. Returns: the environment in which Python finds it."""
-    folder.mkdir()
-    (folder / "huggingface_hub.py").write_text(
-        "class HfApi:\n    sha = 'abc123'\n    def dataset_info(self, name, timeout):\n        return self\n"
-    )
-    (folder / "datasets.py").write_text(
-        "def load_dataset(*which, split, revision, streaming):\n"
-        f"    assert streaming and revision == 'abc123' and (*which, split)[:{len(which)}] == {which}\n"
-        f"    yield from {rows}\n"
-    )
-    return {"PYTHONPATH": str(folder)}
-
-
-def test_hub_stories_become_the_corpus(tmp_path):
-    rows = "({'text': f'{split} {text}'} for text in ['one one', 'two\\n\\ntwo \\n'])"
-    hub = fake_hub(tmp_path / "hub", rows, "roneneldan/TinyStories")
-    result = run("tinystories", "--out_dir=out", "--vocab_size=280", cwd=tmp_path, **hub)
-    assert result.returncode == 0, result
+def test_hub_stories_become_the_corpus(hub, tmp_path):
+    splits = ("train", "validation")
+    hub.rows = {
+        split: [{"text": f"{split} {text}"} for text in ("one one", "two\n\ntwo \n")] for split in splits
+    }
+    train(f"--out_dir={tmp_path / 'out'}", "--vocab_size=280", program=prepare_of("tinystories"))
+    assert hub.asked == [("roneneldan/TinyStories", split, "abc123", True) for split in splits]
     meta, documents = check_manifest(tmp_path / "out")
     assert documents["train"] == ["train one one", "train two\n\ntwo"]
     assert documents["val"] == ["validation one one", "validation two\n\ntwo"]
@@ -296,8 +280,7 @@ def test_hub_stories_become_the_corpus(tmp_path):
 
 
 def test_stdlib_is_this_pythons_library(tmp_path):
-    result = run("stdlib", "--out_dir=out", cwd=tmp_path)
-    assert result.returncode == 0 and result.stderr == "", result
+    said_by(ROOT / prepare_of("stdlib"), "--out_dir=out", cwd=tmp_path)
     meta, documents = check_manifest(tmp_path / "out")
     assert meta["vocab_size"] == 2048 and sys.version.split()[0] in meta["source"]
     assert 0.02 < meta["val_bytes"] / meta["train_bytes"] < 0.1
@@ -306,11 +289,10 @@ def test_stdlib_is_this_pythons_library(tmp_path):
     assert not set(documents["train"]) & set(documents["val"])
 
 
-def test_python_without_its_library_is_refused(tmp_path):
+def test_python_without_its_library_is_refused(tmp_path, monkeypatch, capsys):
     nowhere = "/nowhere/python311.zip"
-    patch = f"import sysconfig\nsysconfig.get_path = lambda name: {nowhere!r}\n"
-    (tmp_path / "sitecustomize.py").write_text(patch)
-    assert nowhere in one_line(run("stdlib", "--out_dir=out", cwd=tmp_path, PYTHONPATH=str(tmp_path)))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: nowhere)
+    assert nowhere in refused(capsys, f"--out_dir={tmp_path / 'out'}", program=prepare_of("stdlib"))
     assert not (tmp_path / "out").exists()
 
 

@@ -155,7 +155,7 @@ ROW = '    "parallel": {"norm": "rmsnorm", "taper": "internal", "parallel": True
 CORPUS_TEST = """
 
 def test_seasons(tmp_path):
-    assert run("seasons", "--out_dir=out", cwd=tmp_path).returncode == 0
+    train(f"--out_dir={tmp_path / 'out'}", program=prepare_of("seasons"))
     meta, documents = check_manifest(tmp_path / "out")
     assert len(documents["train"]) == 200 and "autumn of the year 0" in documents["val"]
 """

@@ -1,7 +1,6 @@
 """OpenWebText and the sets to evaluate on: the recipe's split and cut; nothing large is fetched unasked."""
 
 import json
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,26 +15,6 @@ from data.openwebtext.prepare import HUB_NAME
 from data.tokenizer import END
 
 PREPARE, HELD_OUT = "data/openwebtext/prepare.py", "data/held_out.py"
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in for the hub's clients: `hub.rows` is what any data set holds; `hub.asked` what was asked."""
-    import datasets
-    import huggingface_hub
-
-    hub = SimpleNamespace(rows=[], asked=[])
-
-    def load_dataset(name, split, revision, streaming=False):
-        hub.asked.append((name, split, revision, streaming))
-        return iter(hub.rows) if streaming else datasets.Dataset.from_list(hub.rows)
-
-    def dataset_info(self, name, timeout, revision="abc123"):
-        return SimpleNamespace(sha=revision)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    return hub
 
 
 def texts(count: int) -> list[str]:

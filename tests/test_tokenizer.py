@@ -15,8 +15,7 @@ from conftest import refuses, tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from running import refused, train
-from test_data import BOTH, MODULES, NASTY, SOURCE, check_manifest, examples, run, texts, write_stories
-from test_data import one_line as one_line_of
+from test_data import BOTH, MODULES, NASTY, SOURCE, check_manifest, examples, prepare_of, texts, write_stories
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
@@ -365,19 +364,20 @@ def test_a_corpus_keeps_the_files_of_its_tokenizer_alone(tmp_path, chatty):
     assert load_tokenizer(tmp_path).eot_id == 1
 
 
-def test_prepare_takes_a_tokenizer(tmp_path, folder):
+def test_prepare_takes_a_tokenizer(tmp_path, folder, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     documents = [f"A {text} story." for text in [*NASTY, *SPECIAL] if text != END]
     write_stories(tmp_path / "good.txt", documents)
-    result = run("tinystories", *BOTH, f"--tokenizer={folder}", "--out_dir=out", cwd=tmp_path)
-    assert result.returncode == 0 and "learning" not in result.stdout, result
+    train(*BOTH, f"--tokenizer={folder}", "--out_dir=out", program=prepare_of("tinystories"))
+    assert "learning" not in capsys.readouterr().out
     meta = json.loads((tmp_path / "out/meta.json").read_text())
     assert (meta["tokenizer"], meta["end_token"], meta["dtype"]) == ("tokenizer.json", SPECIAL[1], "<u2")
     tokenizer, ids = load_tokenizer(tmp_path / "out"), np.fromfile(tmp_path / "out/train.bin", "<u2")
     starts = np.flatnonzero(ids == 0)
     assert [tokenizer.decode(row.tolist()) for row in np.split(ids, starts)[1:]] == documents
 
-    both = [f"--tokenizer={tmp_path / 'out'}", "--vocab_size=400"]
-    message = one_line_of(run("tinystories", *BOTH, *both, "--out_dir=new", cwd=tmp_path))
+    both = [f"--tokenizer={tmp_path / 'out'}", "--vocab_size=400", "--out_dir=new"]
+    message = refused(capsys, *BOTH, *both, program=prepare_of("tinystories"))
     assert "brings its own vocabulary" in message and not (tmp_path / "new").exists()
 
 
