@@ -14,6 +14,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
+from conftest import refuses
 from running import ROOT, assert_same_log, cut_back, final, flags, launch, ran, refused, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import read_file, write_file
 from nanonorm.hub import write_pretrained
+from nanonorm.machine import refuse_to_shard
 from nanonorm.ranks import Ranks, data_parallel
 from nanonorm.run import begin
 
@@ -334,10 +336,17 @@ def test_many_ranks_do_not_read_all_of_a_sharded_run(plain):
         begin(*parse(Config, argv, files=True), ranks, held)
 
 
-@pytest.mark.parametrize("knobs", [{"compile": True}, {"cuda_graph": True}])
-def test_what_does_not_combine_is_refused(knobs, corpus, tmp_path, capsys):
-    said = refused(capsys, *flags(tmp_path / "run", corpus, shard=True, **knobs))
-    assert "shard=True gathers" in said or "cuda_graph=True needs a GPU" in said
+@pytest.mark.parametrize(
+    ("knobs", "device", "said"),
+    [
+        ({"compile": True}, "cpu", "gathers block by block; use --compile=regional"),
+        ({"cuda_graph": True}, "cuda", "gathers weights within a step, which a CUDA graph cannot"),
+        ({}, "mps", "needs a CPU or GPUs, and device=mps"),
+    ],
+)
+def test_what_does_not_combine_is_refused(knobs, device, said):
+    with refuses(f"shard=True {said}"):
+        refuse_to_shard(Config(shard=True, **knobs), torch.device(device))
 
 
 @pytest.mark.slow(minutes=3)
