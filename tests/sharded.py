@@ -8,7 +8,6 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -21,7 +20,6 @@ from data.sampling import train_batch
 from model import Block, Transformer
 from nanonorm.adapters import learning, put_on, take_norms
 from nanonorm.distill import Distilled, share
-from nanonorm.optimizer import Gradients
 from nanonorm.ranks import Ranks, local
 from nanonorm.shard import Sharded
 
@@ -193,9 +191,6 @@ def main(path: str, *cases: str):
             found[case] = [end_of(ranks, *kind) for kind in kinds]
         elif case == "narrow":
             found[case] = narrow(ranks, True)
-        elif case == "planted":  # what is whole on every rank keeps its own gradients
-            with patch.object(Gradients, "parts", lambda self: [local(p.grad) for p in self.parameters]):
-                found[case] = [losses(begun("layernorm-internal-aux", ranks, True))]
         else:
             found[case] = [losses(begun(case, ranks, shard)) for shard in (True, False)]
     Path(f"{path}.{ranks.rank}").write_text(json.dumps(found))

@@ -166,7 +166,6 @@ def test_every_command_is_one_that_works(page):
 IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    j\nCOMMAND | tee b\n```\n"
 
 
-@pytest.mark.parametrize("place", [IN_SH, IN_BASH, "Say `python` or `COMMAND`."])
 @pytest.mark.parametrize(
     "command",
     ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
@@ -175,9 +174,10 @@ IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    
      "pip install -r gone.txt", "pip install .[gone]", "hf uplod NAME DIR", "hf upload NAME DIR --gone=1",
      "wandb gone", "wandb sync --gone"],
 )  # fmt: skip
-def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place):
+def test_a_command_that_does_not_work_is_found_wherever_it_stands(command):
     words = shlex.split(command)
-    assert [w for w in commands_in(place.replace("COMMAND", command)) if w != [".", "j"]] == [words]
+    for place in (IN_SH, IN_BASH, "Say `python` or `COMMAND`."):
+        assert [w for w in commands_in(place.replace("COMMAND", command)) if w != [".", "j"]] == [words]
     with pytest.raises((Exception, SystemExit)):
         check_command(words)
 
@@ -185,19 +185,6 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command, place
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_command_stands_where_it_is_not_read(page):
     assert not unread_commands(page.read_text())
-
-
-IN_BARE, IN_TEXT = "```\na line\nCOMMAND\n```\n", "```text\n$ COMMAND\n```\n"
-
-
-@pytest.mark.parametrize("place", [IN_BARE, IN_TEXT, "Do:\n\n    COMMAND\n"])
-@pytest.mark.parametrize(
-    "command", ["python train.py", "python3 -m venv a", "A=1 B=2 pytest tests", "hf download a"]
-)
-def test_a_command_that_is_not_read_is_found(command, place):
-    assert command in " ".join(unread_commands(place.replace("COMMAND", command)))
-    assert not unread_commands(place.replace("COMMAND", "step 400: python said this"))
-    assert not unread_commands(f"Prose, then\n\n```sh\n{command}\n```\n")
 
 
 def test_the_python_of_the_pages_compiles():
@@ -315,13 +302,6 @@ TICS = re.compile(r"told from|\bthat (\w+) (seeds|pairs|runs) show|\b(two|three|
 def test_a_page_is_in_plain_words(page):
     """Two habits that make prose hard: "told from" for every difference, and seeds that show."""
     assert not TICS.search(" ".join(page.read_text().split()))
-
-
-@pytest.mark.parametrize(
-    "tic", ["cannot be told from it", "no gain that six pairs show", "where 3 seeds show one"]
-)
-def test_words_that_are_not_plain_are_found(tic):
-    assert TICS.search(tic) and not TICS.search("six pairs have no clear change")
 
 
 def test_the_citation_is_whole():

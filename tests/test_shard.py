@@ -72,18 +72,12 @@ def assert_equal(found: dict, cases):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     pytest.importorskip("peft")
-    return spread(tmp_path_factory.mktemp("two"), 2, *FEW, "ends", "planted", "narrow")
+    return spread(tmp_path_factory.mktemp("two"), 2, *FEW, "ends", "narrow")
 
 
 def test_two_ranks_are_one(two_ranks):
     """20 steps in float64 through both phase boundaries, from one rank's weights alone."""
     assert_equal(two_ranks[0], FEW)
-
-
-def test_a_sum_that_is_left_out_is_seen(two_ranks):
-    """A planted fault: gradients of gains that every rank keeps for itself."""
-    expected = sharded.losses(sharded.begun("layernorm-internal-aux", Ranks(), False))
-    assert furthest(expected, two_ranks[0]["planted"][0]) > 1e-9
 
 
 def test_two_ranks_in_bfloat16_sum_in_float32(two_ranks):
