@@ -453,11 +453,13 @@ def test_a_networks_seeds_are_one_row_of_held_out_and_no_other_network_is():
     assert held_out.names_of(models) == dict(zip(models, (a, a, b, "base"), strict=True))
     assert set(held_out.names_of(models[:2]).values()) == {"dora"}
     assert len(set(held_out.names_of(["run/unfused.pt", "run/folded.pt"]).values())) == 2
-    rows = [
-        {"model": m, "data": "text", "ce": ce} for m, ce in zip(models, (1.0, 3.0, 5.0, 0.0), strict=True)
-    ]
-    lines = held_out.table(rows, held_out.names_of(models), "ce").splitlines()[2:]
-    assert lines[:2] == [f"| {a} | 2 | 2.0000 ± 1.4142 |", f"| {b} | 1 | 5.0000 |"]
+    losses = dict(zip(models, (1.0, 3.0, 5.0, 0.5), strict=True))
+    rows = [{"model": m, "data": f"data/{n}", "ce": n * ce} for m, ce in losses.items() for n in (1, 2)]
+    assert held_out.table(rows, held_out.names_of(models), "ce").splitlines() == [
+        "| network | n | 1 | 2 |", "| :--- | ---: | ---: | ---: |",
+        f"| {a} | 2 | 2.0000 ± 1.4142 | 4.0000 ± 2.8284 |", f"| {b} | 1 | 5.0000 | 10.0000 |",
+        "| base | 1 | 0.5000 | 1.0000 |",
+    ]  # fmt: skip
 
 
 # --- the README's picture

@@ -1,7 +1,6 @@
 """What the study of a real network needs beside what others share: windows with a begin token in front, items
 of multiple choice, and the table of held-out texts."""
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
 from scripts.harness.continuations import passages
 from scripts.studies import held_out
-from scripts.studies.held_out import names_of, table
 
 
 def test_windows_are_of_all_the_text_and_begin_with_the_token():
@@ -122,16 +120,3 @@ def test_windows_that_are_not_finite_have_a_table(tmp_path):
     *_, gaps, _, kl, said, counts = text.split("\n\n")
     assert "| x | 1 | +0.5000 |" in gaps and "| x | 1 | 0.1000 |" in kl
     assert "not finite" in said and "| x | 2 | 1.5 ± 2.1 |" in counts
-
-
-def test_a_row_of_held_out_texts_is_a_mean_over_seeds():
-    rows, scale = [], {"a": 1, "b": 2}
-    for name, seed, text in itertools.product(("dora", "full"), (1, 3), scale):
-        run = f"out/{name}/seed{seed}/folded.pt"
-        rows.append({"model": run, "data": f"data/{text}", "kl": seed * scale[text]})
-    rows.append({"model": "out/start", "data": "data/a", "kl": 0.5})
-    rows.append({"model": "out/start", "data": "data/b", "kl": 0.25})
-    lines = table(rows, names_of([row["model"] for row in rows]), "kl").splitlines()
-    assert lines[0] == "| network | n | a | b |"
-    assert lines[2] == "| dora | 2 | 2.0000 ± 1.4142 | 4.0000 ± 2.8284 |"
-    assert lines[4] == "| start | 1 | 0.5000 | 0.2500 |"
