@@ -126,21 +126,37 @@ CHAIN = f"""
 [values]
 more = ""
 [[steps]]
-unless = "{{work}}/a"
-run = "{JOIN} {{work}}/a {{work}}/x {{work}}/y"
+unless = "{{tmp}}/a"
+run = "{JOIN} {{tmp}}/a {{tmp}}/x {{tmp}}/y"
 [[steps]]
 name = "second"
 makes = "{{out}}/b"
-run = "{JOIN} {{out}}/b {{work}}/a {{work}}/x {{more}}"
+run = "{JOIN} {{out}}/b {{tmp}}/a {{tmp}}/x {{more}}"
 [[steps]]
 name = "third"
 makes = "{{out}}/c"
-run = "{JOIN} {{out}}/c {{out}}/b {{work}}/y"
+run = "{JOIN} {{out}}/c {{out}}/b {{tmp}}/y"
 """
 
 
 @pytest.fixture
-def chain(command, tmp_path, capsys):
+def toy(command, tmp_path, capfd):
+    """Runs a study of one's own in tmp_path, of these steps; {tmp} and {say} in them stand for the folder and
+    for a script, if one is given: the lines on stderr. `ends` is its exit status."""
+
+    def run(steps: str, *argv, say: str = "", ends: int = 0) -> list[str]:
+        (tmp_path / "say.py").write_text(say)
+        steps = steps.replace("{tmp}", str(tmp_path)).replace("{say}", f"{tmp_path}/say.py")
+        how = ("--try", f"--work={tmp_path}/work", f"--out={tmp_path}/out")
+        capfd.readouterr()
+        assert command("toy", *how, *argv, toy=steps) == ends
+        return capfd.readouterr().err.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def chain(toy, tmp_path):
     """Runs a study of three steps, each made of the one before: the files that this call has made."""
     for name in "xy":
         (tmp_path / name).write_text(name)
@@ -148,8 +164,7 @@ def chain(command, tmp_path, capsys):
     def run(*argv) -> set[str]:
         paths = [tmp_path / "a", tmp_path / "out/b", tmp_path / "out/c"]
         before = {path: path.stat().st_ino for path in paths if path.exists()}
-        toy, argv = CHAIN.replace("{work}", str(tmp_path)), (f"--out={tmp_path}/out", *argv)
-        assert command("toy", "--try", f"--work={tmp_path}/work", *argv, toy=toy) == 0
+        toy(CHAIN, *argv)
         now = {path: path.stat().st_ino for path in paths if path.exists()}
         return {path.name for path in now if now[path] != before.get(path)}
 
@@ -179,70 +194,56 @@ def test_only_some_steps(chain, tmp_path):
     assert chain(f"--more={tmp_path}/y") == {"c"}  # it was made of another b
 
 
-def test_what_a_call_leaves_out_is_made_again_if_what_it_is_made_of_was(command, tmp_path, capsys):
-    toy = f"""
+def test_what_a_call_leaves_out_is_made_again_if_what_it_is_made_of_was(toy, tmp_path):
+    steps = """
 [values]
 base = "1"
 x = ["a", "b"]
 [[steps]]
-stdout = "{{out}}/base"
-run = "{tmp_path}/say.py {{base}}"
+stdout = "{out}/base"
+run = "{say} {base}"
 [[steps]]
 for = "x"
-stdout = "{{out}}/of_{{x}}"
-run = "{tmp_path}/say.py {{x}} {{out}}/base"
+stdout = "{out}/of_{x}"
+run = "{say} {x} {out}/base"
 """
-    (tmp_path / "say.py").write_text(
-        "import sys\nprint(*[open(p).read() for p in sys.argv[2:]], sys.argv[1])"
-    )
-    argv = ("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}")
+    say = "import sys\nprint(*[open(p).read() for p in sys.argv[2:]], sys.argv[1])"
     for some in ((), ("--x=a", "--base=2"), ("--base=2",)):
-        assert command(*argv, *some, toy=toy) == 0
-    assert (tmp_path / "of_b").read_text().split() == ["2", "b"]
+        toy(steps, *some, say=say)
+    assert (tmp_path / "out/of_b").read_text().split() == ["2", "b"]
 
 
-def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(command, tmp_path, capsys):
-    toy = f"""
+WORDS = """
 [values]
 word = ["no", "such", "run"]
 [[steps]]
 for = "word"
 optional = true
-stdout = "{{out}}/said.txt"
-run = "{tmp_path}/say.py {{word}}"
+stdout = "{out}/said.txt"
+run = "{say} {word}"
 """
-    (tmp_path / "say.py").write_text("import sys\nsys.argv[1] == 'such' and sys.exit(2)\nprint(sys.argv[1])")
-    argv = ("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}")
+
+
+def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(toy, tmp_path):
     for some in ("--word=run", "--word=no,such,run"):
-        assert command(*argv, some, toy=toy) == 0
-    said = (tmp_path / "said.txt").read_text().splitlines()
+        toy(WORDS, some, say="import sys\nsys.argv[1] == 'such' and sys.exit(2)\nprint(sys.argv[1])")
+    said = (tmp_path / "out/said.txt").read_text().splitlines()
     assert said == ["no", "not all of it was done", "run"]
 
 
-def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(command, tmp_path, capsys):
-    toy = f"""
-[values]
-word = ["one", "two"]
-[[steps]]
-for = "word"
-stdout = "{{out}}/said.txt"
-run = "{tmp_path}/say.py {{word}}"
-"""
-    (tmp_path / "say.py").write_text("import sys\nprint(sys.argv[1])")
+def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(toy, tmp_path):
+    say, said = "import sys\nprint(sys.argv[1])", tmp_path / "out/said.txt"
     for some in ("--word=one", "--word=two"):
-        assert command("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}", some, toy=toy) == 0
-    assert (tmp_path / "said.txt").read_text().split() == ["one", "two"]
+        toy(WORDS, some, say=say)
+    assert said.read_text().split() == ["one", "two"]
     record = tmp_path / "work/runs/toy.study.json"  # as before it kept where the lines went
     kept = {
         key: {n: v for n, v in of.items() if n != "stdout"}
         for key, of in json.loads(record.read_text()).items()
     }
     record.write_text(json.dumps(kept))
-    assert (
-        command("toy", "--try", f"--work={tmp_path}/work", f"--out={tmp_path}", "--word=two,one,six", toy=toy)
-        == 0
-    )
-    assert (tmp_path / "said.txt").read_text().split() == ["two", "one", "six"]
+    toy(WORDS, "--word=two,one,six", say=say)
+    assert said.read_text().split() == ["two", "one", "six"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -272,46 +273,37 @@ def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
     assert child.wait() == 128 + number and cleaned.exists()
 
 
-def test_a_step_that_fails_ends_the_study_with_its_reason(command, tmp_path, capfd):
-    toy = f"""
+MAKES_B = """
 [[steps]]
-unless = "{tmp_path}/a"
-run = "{JOIN} {tmp_path}/a"
-[[steps]]
-makes = "{tmp_path}/b"
-run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
+makes = "{tmp}/b"
+run = "data/join_texts.py {tmp}/b {tmp}/toy.toml {tmp}/toy.toml"
 """
-    assert command("toy", "--try", toy=toy) == 2
-    error = capfd.readouterr().err.splitlines()
+
+
+def test_a_step_that_fails_ends_the_study_with_its_reason(toy, tmp_path):
+    fails = '[[steps]]\nunless = "{tmp}/a"\nrun = "data/join_texts.py {tmp}/a"\n'
+    error = toy(fails + MAKES_B, ends=2)
     assert "join_texts.py: name the file" in error[-2] and "a step failed, its reason is above: " in error[-1]
     assert not (tmp_path / "b").exists()
 
 
-def test_a_star_that_matches_nothing_is_said(command, tmp_path, capsys):
-    toy = f"""
-[[steps]]
-makes = "{tmp_path}/b"
-run = "{JOIN} {tmp_path}/b {tmp_path}/*.toml {tmp_path}/*.toml {tmp_path}/*.txt"
-"""
+def test_a_star_that_matches_nothing_is_said(toy, tmp_path):
+    steps = MAKES_B.replace("toy.toml {tmp}/toy.toml", "*.toml {tmp}/*.toml {tmp}/*.txt")
     without = f"study.py: nothing matches {tmp_path}/*.txt: what this step makes is made without it"
-    assert command("toy", "--try", toy=toy) == 0 and (tmp_path / "b").exists()
-    assert [line for line in capsys.readouterr().err.splitlines() if "nothing matches" in line] == [without]
+    assert [line for line in toy(steps) if "nothing matches" in line] == [without]
+    assert (tmp_path / "b").exists()
     (tmp_path / "x.txt").write_text("x")
-    assert command("toy", "--try", toy=toy) == 0 and (tmp_path / "b").read_text().endswith("x")
-    assert "nothing matches" not in capsys.readouterr().err
+    anew = f"--work={tmp_path}/anew"
+    assert not [line for line in toy(steps, anew) if "nothing matches" in line]
+    assert (tmp_path / "b").read_text().endswith("x")
 
 
 @pytest.mark.parametrize("bad, ends", [(0, 0), (2, 1)])
-def test_a_run_that_fails_keeps_no_next_step_from_its_work(bad, ends, command, tmp_path, monkeypatch):
-    toy = f"""
-[[steps]]
-sweep = "config/tinystories_small.py --out={tmp_path}/runs --seed=1,2,3 --n_embd=16 --n_head=2"
-[[steps]]
-makes = "{tmp_path}/b"
-run = "{JOIN} {tmp_path}/b {tmp_path}/toy.toml {tmp_path}/toy.toml"
-"""
+def test_a_run_that_fails_keeps_no_next_step_from_its_work(bad, ends, toy, tmp_path, monkeypatch):
+    grid = "config/tinystories_small.py --out={tmp}/runs --seed=1,2,3 --n_embd=16 --n_head=2"
     monkeypatch.setattr(sweep, "run_grid", lambda k, runs: runs[:bad])
-    assert command("toy", "--try", toy=toy) == ends and (tmp_path / "b").exists()
+    toy(f'[[steps]]\nsweep = "{grid}"\n{MAKES_B}', ends=ends)
+    assert (tmp_path / "b").exists()
 
 
 # --- rehearsals: the whole of each study, at toy size
