@@ -3,9 +3,8 @@
 import pytest
 import torch
 from conftest import VARIANTS, batch, refuses, tiny
-from running import assert_goes_on_from, flags, metrics, train
 
-from forms import export_files, load_model, proved
+from forms import export_files, proved
 from model import ModelConfig
 from nanonorm.metrics import at_ceiling, limited
 from nanonorm.scale import ceilings
@@ -103,22 +102,6 @@ def test_it_is_for_training_and_for_the_text():
     assert torch.equal(model(x, y).ce, plain(x, y).ce)
     with refuses("taper_ceiling=2.0 needs a taper by least_squares"):
         ModelConfig(taper_ceiling=2.0)
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(checkpoint, corpus, tmp_path, capsys):
-    knobs = dict(taper="all", taper_ceiling=0.5, max_iters=24, gate_start=8, gate_end=20, ckpt_interval=12)
-    knobs |= dict(log_interval=1, gradient_accumulation_steps=2, grad_checkpoint=checkpoint)
-    train(*flags(tmp_path / "run", corpus, **knobs))
-    assert "taper_ceiling=0.5 still limited" in capsys.readouterr().out
-    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
-    lines = metrics(tmp_path / "run")
-    assert all((line.get("taper/limited", 0) > 0.5) == (step >= 8) for step, line in enumerate(lines))
-    folded = load_model(tmp_path / "run/folded.pt")
-    assert folded.config.taper_ceiling is None and not any("ceiling" in name for name in folded.state_dict())
-    more = {"init_from": tmp_path / "run", "out_dir": tmp_path / "more", "dataset": corpus, "max_iters": 2}
-    train(*(f"--{name}={value}" for name, value in more.items()), "--device=cpu", "--batch_size=4")
-    assert "taper/limited" not in metrics(tmp_path / "more")[-1]
 
 
 def test_every_form_is_without_it():

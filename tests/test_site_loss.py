@@ -4,9 +4,8 @@ what a run, its logs, its checkpoints and its exports make of it."""
 import pytest
 import torch
 from conftest import VARIANTS, batch, refuses, tiny
-from running import assert_goes_on_from, flags, metrics, train
 
-from forms import export_files, load_model, proved
+from forms import export_files, proved
 from model import ModelConfig, Transformer
 from nanonorm.metrics import site_metrics
 from nanonorm.scale import FAR, site_losses
@@ -128,21 +127,6 @@ def test_it_takes_norms_that_a_taper_could_take():
         ModelConfig(site_far=1.0)
     with refuses("which are gone"):
         ModelConfig(taper="internal", form="folded", site_weight=1.0)
-
-
-def test_a_run_with_it_goes_on_to_the_bit_and_exports_nothing_of_it(corpus, tmp_path):
-    knobs = dict(**KNOBS, taper="internal", max_iters=24, gate_start=8, gate_end=20)
-    knobs |= dict(ckpt_interval=12, log_interval=1, gradient_accumulation_steps=2)
-    train(*flags(tmp_path / "run", corpus, **knobs))
-    assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
-    lines = metrics(tmp_path / "run")
-    assert all((line.get("train/site", 0) > 0) == (step < 20) for step, line in enumerate(lines))
-    folded = load_model(tmp_path / "run/folded.pt")
-    assert folded.config.site_weight == 0 and not any("site" in name for name in folded.state_dict())
-    # what became of it is trained on without one
-    more = {"init_from": tmp_path / "run", "out_dir": tmp_path / "more", "dataset": corpus, "max_iters": 2}
-    train(*(f"--{name}={value}" for name, value in more.items()), "--device=cpu", "--batch_size=4")
-    assert "train/site" not in metrics(tmp_path / "more")[-1]
 
 
 def test_a_baseline_with_it_is_exported_without():

@@ -121,15 +121,29 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
     assert_same_run(reference, out)
 
 
-def test_a_run_that_leaves_sinks_out_goes_on_amid_its_norm_phase(corpus, tmp_path):
-    """To the bit: averages, c, and what the log says of them."""
-    gate = {"max_iters": 24, "gate_start": 16, "gate_end": 20}
-    train(*flags(tmp_path / "run", corpus, **gate, sink_multiple=1.2, ckpt_interval=12, log_interval=1))
+@pytest.mark.parametrize("start, checkpoint", [(16, False), (8, True)])
+def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, corpus, tmp_path, capsys):
+    """To the bit, from the middle of the norm phase and of the blend: with sinks left out of c, a ceiling and
+    a site loss; their logs last as long as they do, and what is exported has none of them."""
+    knobs = dict(taper="all", sink_multiple=1.2, taper_ceiling=0.5, site_weight=0.7, site_far=3.0)
+    knobs |= dict(max_iters=24, gate_start=start, gate_end=20, ckpt_interval=12, log_interval=1)
+    knobs |= dict(gradient_accumulation_steps=2, grad_checkpoint=checkpoint)
+    train(*flags(tmp_path / "run", corpus, **knobs))
+    assert "taper_ceiling=0.5 still limited" in capsys.readouterr().out
     assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")
     lines = metrics(tmp_path / "again")
-    shares = [line["taper/sinks.1.mlp"] for line in lines[:16]]
-    assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:16])
-    assert not [k for line in lines[16:] for k in line if k.startswith(("taper/sinks", "taper/residual"))]
+    shares = [line["taper/sinks.1.mlp"] for line in lines[:start]]
+    assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:start])
+    assert not [k for line in lines[start:] for k in line if k.startswith(("taper/sinks", "taper/residual"))]
+    assert all((line.get("taper/limited", 0) > 0.5) == (step >= start) for step, line in enumerate(lines))
+    assert all((line.get("train/site", 0) > 0) == (step < 20) for step, line in enumerate(lines))
+    folded = load_model(tmp_path / "run/folded.pt")
+    assert folded.config.taper_ceiling is None and folded.config.site_weight == 0
+    assert not any("ceiling" in name or "site" in name for name in folded.state_dict())
+    # what became of it is trained on without them
+    more = {"init_from": tmp_path / "run", "out_dir": tmp_path / "more", "dataset": corpus, "max_iters": 2}
+    train(*(f"--{name}={value}" for name, value in more.items()), "--device=cpu", "--batch_size=4")
+    assert not {"taper/limited", "train/site"} & metrics(tmp_path / "more")[-1].keys()
 
 
 @pytest.mark.parametrize("signum", [slow(signal.SIGTERM), signal.SIGINT])
