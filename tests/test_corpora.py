@@ -12,11 +12,8 @@ from running import refused, train
 from test_data import prepare_of, write_stories
 from test_tokenizer import gpt2, llama3, put
 
-from data import prepare_if_missing
 from data.nemotron.prepare import Rendered, written
 from data.tokenizer import TokenizerJson, load_tokenizer
-from nanonorm.errors import BadInput
-from nanonorm.files import ROOT
 
 TALK = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "<|user|>return 1\n"}]
 
@@ -96,12 +93,6 @@ def test_a_hub_that_fails_is_one_line_that_names_the_ways_out(hub, tmp_path, mon
     for message, said in ((lost, "ZeroDivisionError"), (no_package, "pip install datasets")):
         assert said in message and "--text=" in message and "--val_text=" in message
     assert not list((tmp_path / "out").glob("*"))
-
-
-@pytest.mark.parametrize("name", ["nemotron", "fineweb_edu"])
-def test_what_is_not_prepared_is_not_fetched_unasked(name):
-    with pytest.raises(BadInput, match="is not prepared"):
-        prepare_if_missing(ROOT / "data" / name)
 
 
 def test_nemotron_asks_for_the_checkpoints_tokenizer(tmp_path, capsys):

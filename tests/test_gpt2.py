@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, norm_names, scale_of_difference, slow
 from protocols import PROTOCOLS, fine_tuned, random_gpt2
-from running import refused, train
+from running import train
 
 from config import Config, gpt2
 from forms import load_model
@@ -173,15 +173,3 @@ def test_the_small_runs_keep_the_schedule_of_gpt2_small():
 def test_a_file_takes_its_row():
     xl = parse(Config, [str(ROOT / "config/gpt2_xl_fakeln.py")], files=True)
     assert (xl[0].resolve(), xl[1]) == (settings("xl_fakeln"), set(gpt2.ROWS["xl_fakeln"]))
-
-
-# --- without the corpus
-
-
-@pytest.mark.skipif((ROOT / "data/openwebtext/meta.json").exists(), reason="OpenWebText is prepared here")
-def test_without_the_corpus_a_line_says_how_to_prepare_it(tmp_path, capsys):
-    weights = random_gpt2(tmp_path / "weights.pt", 400)
-    argv = [f"--init_from={weights}", "--block_size=32", "--dtype=float32", f"--out_dir={tmp_path / 'run'}"]
-    said = refused(capsys, ROOT / "config/gpt2.py:s_internal", *argv)
-    assert "data/openwebtext" in said and "prepare.py" in said and "--text" in said
-    assert not (tmp_path / "run").exists()

@@ -1,7 +1,6 @@
 """OpenWebText and the sets to evaluate on: the recipe's split and cut; nothing large is fetched unasked."""
 
 import json
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,23 +44,13 @@ def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
     data.open_corpus(tmp_path, 16)
 
 
-def test_without_the_hub_one_line_names_the_ways_out(monkeypatch, bpe_corpus, tmp_path, capsys):
-    import huggingface_hub
-
-    unreachable = Mock(side_effect=OSError("no network"))
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
-    flags = ["--set=pile", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
-    said = refused(capsys, *flags, program=HELD_OUT)
-    assert "cannot reach apollo-research" in said and "--text=FILE" in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_nothing_large_is_fetched_unasked(monkeypatch, tmp_path, capsys):
-    folder = tmp_path / "data/openwebtext"
+@pytest.mark.parametrize("name", data.LARGE)
+def test_nothing_large_is_fetched_unasked(name, monkeypatch, tmp_path):
+    folder = tmp_path / "data" / name
     folder.mkdir(parents=True)
     (folder / "prepare.py").write_text("raise SystemExit('was run')")
     monkeypatch.setattr(data, "ROOT", tmp_path)
-    said = "prepare.py --tokenizer=some/model", " 54 GB", "--text="
+    said = "prepare.py --tokenizer=some/model", data.LARGE[name], "--text="
     with refuses(*said):
         data.prepare_if_missing(folder, "some/model")
     (folder / "meta.json").write_text("{}")
