@@ -35,8 +35,7 @@ TRANSFORMED = [form for form in FORMS if form != "trained"]
 
 @every_variant
 @pytest.mark.parametrize("form", TRANSFORMED)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("tied, n_kv_head", [(True, 4), (False, 2), (True, 1)])
 def test_every_form_has_the_models_logits(variant, form, tied, n_kv_head):
     model, idx = tiny(variant, tie_embeddings=tied, n_kv_head=n_kv_head), tokens(3, 16)
     error = fold_error(model, form, idx, torch.float64)

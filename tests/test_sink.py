@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VARIANTS, batch, every_variant, norm_names, refuses, scale_of_difference, tiny, tokens
+from conftest import VARIANTS, batch, norm_names, refuses, scale_of_difference, tiny, tokens
 from running import assert_goes_on_from, flags, refused, train
 from test_convert import CONVERT, assert_generates, convert, facts, ids, network, opened, saved  # noqa: F401
 from test_generation import ragged
@@ -39,6 +39,10 @@ SHAPES = {
     "wide heads": {"head_dim": 20, "tie_embeddings": False, "emb_scale": 1.3},
 }
 TAPERS = [v for v in VARIANTS if VARIANTS[v].get("taper", "none") != "none"]
+# every variant where queries and keys have norms, which may taper; one of each kind in the other shapes
+PAIRS = [(variant, "rope") for variant in VARIANTS]
+PAIRS += [(v, shape) for v in ("rmsnorm-internal", "layernorm-all", "coupled", "cbwc") for shape in SHAPES]
+every_pair = pytest.mark.parametrize("variant, shape", dict.fromkeys(PAIRS))
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_taper = pytest.mark.parametrize("variant", TAPERS)
 
@@ -77,8 +81,7 @@ def assert_same_gradients(model, other):
 # with norms
 
 
-@every_variant
-@every_shape
+@every_pair
 def test_with_its_norms_it_is_the_plain_network_behind_the_token(variant, shape):
     """Losses and gradients; the norms that taper are norms as long as the gate is up."""
     plain = tiny(variant, phase="norm", **shape_of(variant, shape))
@@ -169,8 +172,7 @@ def test_checkpointed_blocks_have_the_same_gradients(variant, phase):
 # forms and files
 
 
-@every_variant
-@every_shape
+@every_pair
 @pytest.mark.parametrize("form", ["unfused", "folded", "weightless"])
 def test_a_form_stores_the_sink_and_says_the_same(variant, shape, form, tmp_path):
     model = sunk(tiny(variant, **shape_of(variant, shape))).eval()
@@ -209,9 +211,8 @@ def test_a_wrong_slot_is_no_proof(monkeypatch):
 # text
 
 
-@every_variant
+@every_pair
 @pytest.mark.parametrize("form", ["trained", "folded"])
-@every_shape
 @torch.no_grad()
 def test_with_a_cache_it_says_the_same(variant, form, shape):
     """Whole or in pieces; behind padding, of which a first piece may hold nothing else; and generating, rows
