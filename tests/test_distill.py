@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import adamw_losses, batch, refuses, same_state, scale_of_difference, state_of, tiny, tokens
-from running import assert_same, assert_same_log, cut_back, final, killed, metrics, ran, refused, train
+from running import (
+    assert_goes_on_from,
+    assert_same,
+    assert_same_log,
+    cut_back,
+    final,
+    metrics,
+    ran,
+    refused,
+    train,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -610,12 +620,13 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same_run(base, student, corpus, tmp_path, one_thread, capsys):
+def test_a_resumed_run_is_the_same_run(base, student, corpus, tmp_path, one_thread, capsys):
     """To the bit, adapters included, from another path of the teacher; another teacher is refused."""
-    flags_of = partial(taught, corpus=corpus, begun=student, learns_from=base, ce_weight=0.2)
-    train(*flags_of(tmp_path / "whole"))
-    cut = tmp_path / "cut"
-    killed(flags_of(cut), "after", 19)
+    cut, exports = tmp_path / "cut", ("unfused.pt", "folded.pt")
+    train(*taught(tmp_path / "whole", corpus, student, base, ce_weight=0.2))
+    cut_back(24, tmp_path / "whole", cut)
+    for name in exports:
+        (cut / name).unlink(missing_ok=True)
     resume = [f"--out_dir={cut}", "--init_from=resume"]
     assert "is not the teacher that the run" in refused(capsys, *resume, f"--teacher={student}")
     assert "holds adapters without the network" in refused(capsys, cut, program="sample.py")
@@ -681,13 +692,10 @@ def test_a_compiled_distillation_is_the_same_run(base, student, corpus, tmp_path
 @pytest.mark.slow
 def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path, one_thread):
     """From scratch, of another shape; resumed as any run."""
-    knobs = dict(adapter="none", n_layer=1, n_embd=16, n_head=2, vocab_size=400, ckpt_interval=5)
-    flags_of = partial(taught, corpus=corpus, begun="scratch", learns_from=base, **knobs)
-    train(*flags_of(tmp_path / "whole"))
-    killed(flags_of(tmp_path / "cut"), "after", 12)
-    train(f"--out_dir={tmp_path / 'cut'}", "--init_from=resume")
-    assert_same(final(tmp_path / "whole")["state"], final(tmp_path / "cut")["state"])
-    kl = [line["val/kl"] for line in metrics(tmp_path / "cut") if "val/kl" in line]
+    knobs = dict(adapter="none", n_layer=1, n_embd=16, n_head=2, vocab_size=400, ckpt_interval=12)
+    train(*taught(tmp_path / "run", corpus, "scratch", base, **knobs))
+    assert_goes_on_from(24, tmp_path / "run", tmp_path / "again")
+    kl = [line["val/kl"] for line in metrics(tmp_path / "run") if "val/kl" in line]
     assert kl[-1] < kl[0]
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from running import refused
 from test_readme import HERE, commands_in, read_lm_eval, run_as_written
 
 from data.tokenizer import load_tokenizer
@@ -159,6 +160,5 @@ def test_without_the_hub_it_says_so_in_one_line(tmp_path):
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--local" in run.stderr
 
 
-def test_a_missing_path_is_one_line():
-    run = lm_eval("--local")
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "name a run folder" in run.stderr
+def test_a_missing_path_is_one_line(capsys):
+    assert "name a run folder" in refused(capsys, "--local", program="scripts/harness/run.py")

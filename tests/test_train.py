@@ -107,7 +107,7 @@ def test_looking_changes_nothing(reference, corpus, tmp_path):
     assert_same(final(reference)["state"], final(tmp_path / "run")["state"])
 
 
-def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
+def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thread):
     """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share."""
     out, seed, step = tmp_path / "run", time.time_ns(), 0
     print(f"seed {seed}")  # pytest shows it where the test fails
@@ -116,7 +116,7 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path):
         killed(argv, rng.choice(["before", "after"]), rng.randint(first, last) - step)
         step = final(out)["progress"]["iter"]
     killed(argv, "write", rng.randint(1, 100))
-    ran(*argv)
+    train(*argv)
     assert not list(out.glob("*.tmp"))
     assert_same_run(reference, out)
 
@@ -180,12 +180,17 @@ def two_by_four(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("accumulated, ranks", [(8, 1), slow(1, 1), slow(2, 2), slow(4, 4)])
-def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, accumulated, ranks):
+def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, capfd, accumulated, ranks):
     """In float64 it goes on as the same run, through both boundaries."""
     again, size = tmp_path / "again", 8 // accumulated
     cut_back(16, two_by_four, again)
-    other = (f"--batch_size={size}", f"--gradient_accumulation_steps={accumulated}")
-    said = ran("--init_from=resume", f"--out_dir={again}", *other, ranks=ranks)
+    argv = ["--init_from=resume", f"--out_dir={again}", f"--batch_size={size}"]
+    argv.append(f"--gradient_accumulation_steps={accumulated}")
+    if ranks > 1:
+        said = ran(*argv, ranks=ranks)
+    else:
+        train(*argv)
+        said = "".join(capfd.readouterr())
     same = size == 4
     assert (f"as {accumulated} x {size}, not 2 x 4: the run goes on equal to rounding" in said) != same
     assert final(again)["run"]["draw_size"] == (None if same else 4)
@@ -421,12 +426,15 @@ def test_refused_samples(reference, tmp_path, capsys):
 
 def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
     whole, first = final(reference), "blocks.0.attn.qkv.weight"
-    short, bad = final(reference)["optimizer"], final(reference)["state"]
+    short, bad, totals = (final(reference)[k] for k in ("optimizer", "state", "progress"))
+    totals["totals"] *= torch.nan
     short["state"][0]["exp_avg"] = torch.zeros(3)  # the fused AdamW would read past its end
     bad[first][3, 3] = float("nan")
     for key, value, said in (
         ("optimizer", {"x": 1}, "ckpt.pt"),
+        ("optimizer", whole["optimizer"] | {"state": {}}, "ckpt.pt is damaged"),
         ("progress", {}, "ckpt.pt"),
+        ("progress", totals, "ckpt.pt is damaged"),
         ("run", {"n_layer": 2}, "ckpt.pt"),
         ("optimizer", short, "optimizer state"),
         ("state", bad, first),
