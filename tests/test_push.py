@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import test_convert
+from conftest import slow
 from running import refused
 from test_convert import CONVERT, convert, network, nothing_left
 
@@ -153,7 +154,7 @@ def test_without_a_network_it_is_one_line(saved, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "to, library", [("hf", "transformers"), ("stock", "transformers"), ("gguf", "gguf"), ("onnx", "onnx")]
+    "to, library", [("hf", "transformers"), ("stock", "transformers"), ("gguf", "gguf"), slow("onnx", "onnx")]
 )
 def test_the_hub_reads_what_the_run_knows(to, library, saved, tmp_path):
     for package in {"gguf": ("gguf", "xllamacpp"), "onnx": ("onnxscript", "onnxruntime")}.get(to, ()):
