@@ -399,7 +399,7 @@ def test_refused_corpora(corpus, tmp_path, capsys):
     assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
     assert "beyond the vocabulary" in broken("ids", lambda f: (f / "meta.json").write_text(meta))
     assert "prepare" in broken("json", lambda f: (f / "meta.json").write_text("{"))
-    assert "tokenizer" in broken("tokenizer", lambda f: (f / "tokenizer.model").unlink())
+    assert "tokenizer.model" in broken("gone", lambda f: (f / "tokenizer.model").unlink())
     assert not (tmp_path / "run").exists()
 
 
