@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from conftest import VARIANTS, batch, refuses, tiny
+from conftest import VARIANTS, batch, tiny
 
 from forms import export_files, proved
-from model import ModelConfig
 from nanonorm.metrics import at_ceiling, limited
 from nanonorm.scale import ceilings
 
@@ -60,12 +59,6 @@ def test_the_site_loss_sees_the_stream_as_it_is():
     torch.testing.assert_close(found[1], found[3], rtol=1e-12, atol=0)
 
 
-def test_c_that_follows_the_stream_is_refused():
-    """FakeLN's would be fitted to what the ceiling leaves of it."""
-    with refuses("taper_ceiling=2.0 needs a taper by least_squares"):
-        ModelConfig(taper="all", calibration="mean_scale", taper_ceiling=2.0)
-
-
 def test_a_ceiling_that_was_met_is_remembered():
     """By a running mean, which a checkpoint keeps."""
     model = tiny("rmsnorm-internal", phase="scale", taper_ceiling=1e-3)
@@ -100,8 +93,6 @@ def test_it_is_for_training_and_for_the_text():
     assert torch.equal(model.eval()(x, y).ce, plain.eval()(x, y).ce)
     model, plain = (tiny("rmsnorm-internal", phase="norm", **more) for more in ({"taper_ceiling": 1e-3}, {}))
     assert torch.equal(model(x, y).ce, plain(x, y).ce)
-    with refuses("taper_ceiling=2.0 needs a taper by least_squares"):
-        ModelConfig(taper_ceiling=2.0)
 
 
 def test_every_form_is_without_it():

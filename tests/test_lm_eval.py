@@ -100,9 +100,6 @@ def by_itself() -> list[str]:
 
 def test_the_command_by_itself_is_one_that_lm_eval_reads():
     read_lm_eval(by_itself()[1:])
-    for wrong in ("--taks=hellaswag", "--tasks=hellaswg"):
-        with pytest.raises((AssertionError, SystemExit)):
-            read_lm_eval([*by_itself()[1:], wrong])
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers

@@ -648,6 +648,16 @@ MEANS_NOTHING = [
     ({"dyt_alpha": (1, 1, 1)}, "needs norm=dyt or derf, not norm=rmsnorm"),
     ({"norm": "dyt", "dyt_alpha": (1, 1)}, "is three numbers up to 1e6"),
     ({"norm": "dyt", "dyt_alpha": (1, 1, 1e39)}, "is three numbers up to 1e6"),
+    ({"taper_ceiling": 2.0}, "taper_ceiling=2.0 needs a taper by least_squares"),
+    # c that follows the stream would be fitted to what the ceiling leaves of it
+    ({"taper": "all", "calibration": "mean_scale", "taper_ceiling": 2.0}, "needs a taper by least_squares"),
+    *(({"norm": n, "site_weight": 1.0}, "site_weight") for n in ["coupled", "cbwc", "dyt", "derf"]),
+    ({"site_far": 1.0}, "site_weight"),
+    ({"taper": "internal", "form": "folded", "site_weight": 1.0}, "which are gone"),
+    ({"vocab_size": 61, "sink_token": 61}, "sink_token=61 must be below vocab_size=61"),
+    ({"sink_token": -1}, "sink_token must be"),
+    ({"block_size": 1, "sink_token": 7}, "it needs block_size above 1"),
+    ({"taper": "all", "calib_skip_first": True, "sink_token": 7}, "with sink_token leave it out"),
 ]
 
 

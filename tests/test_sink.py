@@ -18,7 +18,7 @@ import bench
 from begin import untapered
 from data.tokenizer import load_tokenizer
 from forms import FORMS, fold, load_model, proved, unfuse
-from model import ModelConfig, Taper, Transformer
+from model import Taper, Transformer
 from nanonorm.cache import KVCache
 from nanonorm.distill import Distilled
 from nanonorm.files import write_file
@@ -411,21 +411,3 @@ def test_it_is_sampled_and_timed(corpus, capsys):
         assert work["folded"] < work["unfused"] < work["baseline"]
     with refuses("seq=32 is longer than the model's block_size=32 has room for behind its sink"):
         bench.main([*quick, "--seq=32"])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# refusals
-
-
-@pytest.mark.parametrize(
-    "knobs, said",
-    [
-        ({"sink_token": 61}, "sink_token=61 must be below vocab_size=61"),
-        ({"sink_token": -1}, "sink_token must be"),
-        ({"block_size": 1}, "it needs block_size above 1"),
-        ({"taper": "all", "calib_skip_first": True}, "with sink_token leave it out"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(knobs, said):
-    with refuses(said):
-        ModelConfig(**{"vocab_size": 61, "sink_token": S, **knobs})
