@@ -2,9 +2,7 @@
 model cannot be. The models are made by transformers itself, with nothing at 1 or 0. No network."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import types
@@ -12,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from conftest import refuses, same_state, scale_of_difference, slow, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import said_by
+from running import refused, said_by
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -26,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from forms import from_file
 from nanonorm.families import FAMILIES
-from nanonorm.files import ROOT, write_file
+from nanonorm.files import write_file
 from nanonorm.hub import find, is_pretrained, read_pretrained, write_pretrained
 from nanonorm.run import open_model
 
@@ -501,14 +500,12 @@ def test_a_name_that_nothing_has(tmp_path, monkeypatch):
         find("gpt2")
 
 
-def test_without_the_hub_one_line_names_the_way_out(tmp_path):
+def test_without_the_hub_one_line_names_the_way_out(tmp_path, monkeypatch, capsys):
     """With the real client, and nothing at the other end."""
-    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "sample.py", "gpt2"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert "no such file or folder: gpt2" in result.stderr
-    assert "hf download gpt2 --local-dir=DIR" in result.stderr
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    said = refused(capsys, "gpt2", program="sample.py")
+    assert "no such file or folder: gpt2" in said and "hf download gpt2 --local-dir=DIR" in said
 
 
 # --- memory
