@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BPE_SIZE, norm_names, randomize, slow
-from running import assert_goes_on_from, assert_same_log, final, flags, metrics, ran, refused, train
+from running import assert_goes_on_from, final, flags, metrics, ran, refused, train
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
@@ -98,7 +98,10 @@ def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus,
     train(*started(tmp_path / "one", bpe_corpus, weights, **short))
     other = started(tmp_path / "other", bpe_corpus, weights, **short, compile=how == "compiled")
     ran(*other, ranks=1 if how == "compiled" else 2)
-    assert_same_log(tmp_path / "one", tmp_path / "other", 1e-10)
+    one, other = (metrics(tmp_path / name) for name in ("one", "other"))
+    for a, b in zip(one, other, strict=True):
+        for name in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
+            assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-10), (name, a["iter"])
 
 
 @pytest.mark.parametrize("norm, family", [("cbwc", "gpt2"), ("coupled", "llama")])
