@@ -75,7 +75,7 @@ def launch(*argv, ranks=1, restarts=0, fault=None, script=ROOT / "train.py", **p
 def ran(*argv, fails=False, **how) -> str:
     """What train.py says in processes of its own. They leave with status 0, or where it `fails` another."""
     process = launch(*argv, stdout=-1, stderr=-2, **how)
-    said = process.communicate(timeout=300)[0]
+    said = process.communicate(timeout=600)[0]
     assert (process.returncode != 0) == fails, said
     return said
 
