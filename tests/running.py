@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 from nanonorm.errors import one_line_errors
 
@@ -40,6 +42,15 @@ def exit_status(main, program, *argv):
         torch.set_flush_denormal(False)  # train.py's own, for its process
         for s, handler in handlers.items():
             signal.signal(s, handler)
+
+
+@contextmanager
+def compiling(more_than: int = 0):
+    """What is done in here compiles more graphs than these; train.py's trial of the compiler is one."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > more_than
 
 
 def train(*argv, expect=0, program="train.py"):

@@ -19,7 +19,7 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from running import assert_same
+from running import assert_same, compiling
 
 from forms import FORMS, fold, load_model
 from model import Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
@@ -177,10 +177,10 @@ def test_narrow_heads_padded_or_not_attend_alike(monkeypatch, padded):
 
 def test_compiled_generation_says_the_same():
     """Past the window's end too, where the context drops to its half. And it is compiled."""
-    torch._dynamo.utils.counters.clear()
     model, prompt = tiny("coupled", dtype=torch.float32, block_size=16), tokens(2, 5, seed=4)
-    compiled, eager = (model.generate(prompt, 20, temperature=0, compile=c) for c in (True, False))
-    assert torch.equal(compiled, eager) and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    with compiling():
+        compiled = model.generate(prompt, 20, temperature=0, compile=True)
+    assert torch.equal(compiled, model.generate(prompt, 20, temperature=0, compile=False))
 
 
 @pytest.mark.slow
@@ -564,10 +564,10 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
 
 EDITED = {  # what is wrong -> (what takes the place of the file's own, None for nothing; what is said)
     "missing tensor": ({"state": {"blocks.1.mlp.down.weight": None}}, "blocks.1.mlp.down.weight is missing"),
-    "missing table": ({"state": {"tok_emb.weight": None}}, "state"),
+    "missing table": ({"state": {"tok_emb.weight": None}}, "tok_emb.weight"),
     "extra tensor": ({"state": {"blocks.9.x": torch.ones(2)}}, "no place for tensor blocks.9.x"),
     "wrong shape": ({"state": {"norm_final.weight": torch.ones(23)}}, "norm_final.weight is (23,), not "),
-    "not a tensor": ({"state": {"norm_final.weight": 3.0}}, "state"),
+    "not a tensor": ({"state": {"norm_final.weight": 3.0}}, "norm_final.weight"),
     "integer table": ({"state": {"tok_emb.weight": torch.ones(61, 24, dtype=torch.long)}}, "tok_emb"),
     "unknown config key": ({"config": {"n_heads": 4}}, "n_heads"),
     "config of another model": ({"config": {"n_layer": 3}}, "blocks.2"),

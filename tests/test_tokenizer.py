@@ -381,11 +381,15 @@ def test_prepare_takes_a_tokenizer(tmp_path, folder, monkeypatch, capsys):
     assert "brings its own vocabulary" in message and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["good.txt", "absent/a/tokenizer.json", "."])
-def test_a_name_of_no_tokenizer_is_one_line(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name, said",
+    [("good.txt", "good.txt is not a SentencePiece model"), (".", ". holds no tokenizer: tokenizer.json"),
+     ("absent/a/tokenizer.json", "no such file or folder: absent/a/tokenizer.json")],
+)  # fmt: skip
+def test_a_name_of_no_tokenizer_is_one_line(tmp_path, monkeypatch, name, said):
     monkeypatch.chdir(tmp_path)
     write_stories(tmp_path / "good.txt", ["text"])
-    with refuses(name):
+    with refuses(said):
         data.chosen_tokenizer(name, set())
 
 
