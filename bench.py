@@ -396,7 +396,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     for name, path, kind in files:
         check_out(name, path, kind)
     if k.speedups is not None and len(k.seq) > 1:
-        raise BadInput(f"speedups={k.speedups} is over batch sizes: name one --seq, not {len(k.seq)}")
+        one = f"name one --seq, as --seq={k.seq[0]}, not {len(k.seq)}"
+        raise BadInput(f"speedups={k.speedups} is over batch sizes: {one}")
     if k.figure is not None or k.speedups is not None:
         pyplot()  # if it is missing, say so now and not after minutes
     return device
@@ -442,7 +443,8 @@ def main(argv: list[str]):
         rows = (measure(models, k, runtime, batch, seq, device, differences) for batch, seq in shapes)
         figures += print_runtime(runtime, rows, [*models, FLOOR], units[runtime])
     found = ", ".join(f"{pair} {e:.0e}" for pair, e in differences.items())
-    print(f"\nlogits agree; largest difference over largest logit: {found}")
+    agreed = f"logits agree; largest difference over largest logit: {found}"
+    print("\n" + (agreed if found else "no logits compared: no two columns are forms of one network"))
     spread = float(np.median([(r["ms_q3"] - r["ms_q1"]) / r["ms"] for r in figures]))
     if spread > 0.1:
         print(f"noisy: quartiles lie {spread:.0%} of the median apart, typically; is something else running?")

@@ -95,7 +95,7 @@ class ModelKnobs:
     anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
     # (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
-    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the spread of log s in the blocks
+    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the spread of log r in the blocks
     site_far: Annotated[NonNegative, *HOLDS] = 0.0  # there: of tokens far off the mean
     site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # its last phase
     norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc

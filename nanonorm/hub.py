@@ -278,7 +278,8 @@ def find(name: str | Path, weights: bool = True) -> Path:
     folder = Path(name).parent
     if "/" in name and folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
-        said += f" ({folder} holds {', '.join(there)[:200] or 'nothing'})"
+        more = f" and {len(there) - 5} more" if len(there) > 5 else ""
+        said += f" ({folder} holds {', '.join(there[:5]) or 'nothing'}{more})"
     if is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
         raise BadInput(said)
     way_out = f"fetch it where the hub can be reached (hf download {name} --local-dir=DIR) and give DIR"

@@ -30,7 +30,8 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
     what does not work here."""
     if cfg.gradient_accumulation_steps % ranks.size:
         steps = f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"
-        raise BadInput(f"{steps} must be a multiple of the {ranks.size} ranks")
+        remedy = "multiply it, and divide batch_size by as much, for the same step"
+        raise BadInput(f"{steps} must be a multiple of the {ranks.size} ranks: {remedy}")
     device = pick_device(cfg.device, ranks.local)
     if cfg.cuda_graph and device.type != "cuda":
         raise BadInput(f"cuda_graph=True needs a GPU, and device={device}; use --cuda_graph=False")

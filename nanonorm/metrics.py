@@ -97,7 +97,7 @@ def at_ceiling(model) -> str:
 
 def site_metrics(model) -> dict[str, float]:
     """What the log tells of a site loss in the last step: the loss with its weight, and of each site the
-    variance of log s over tokens, about its running mean."""
+    variance of log r over tokens, about its running mean."""
     line, sites = {}, site_losses(model)
     for name, site in sites.items():
         if site.phase in site.phases:

@@ -167,6 +167,11 @@ def test_run_folder_is_what_is_timed(capsys, folder):
         bench.main([*QUICK, str(folder / "folded.pt"), "--variants=baseline,unfused"])
 
 
+def test_it_says_whether_logits_were_compared(capsys):
+    for variants, said in (("baseline,all_folded", "no logits"), ("all_unfused,all_folded", "logits agree")):
+        assert f"\n{said}" in run(capsys, *FLAGS, f"--variants={variants}")[0]
+
+
 @pytest.mark.parametrize("stored, timed", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_checkpoint_is_folded_in_the_type_that_is_timed(capsys, tmp_path, stored, timed):
     dtype = getattr(torch, stored)
@@ -249,7 +254,7 @@ def test_shapes_and_defaults(capsys, flags):
         (["--runtimes=graph"], "need a GPU"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
         (["--figure=bars.pdf"], ".png file in a folder that exists"),
-        (["--speedups=x.png", "--seq=8,16"], "name one --seq, not 2"),
+        (["--speedups=x.png", "--seq=8,16"], "name one --seq, as --seq=8, not 2"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
         (["RUN", "--n_embd=32"], "leave out --n_embd"),
