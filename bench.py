@@ -396,8 +396,8 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
     for name, path, kind in files:
         check_out(name, path, kind)
     if k.speedups is not None and len(k.seq) > 1:
-        one = f"name one --seq, as --seq={k.seq[0]}, not {len(k.seq)}"
-        raise BadInput(f"speedups={k.speedups} is over batch sizes: {one}")
+        remedy = f"there are {len(k.seq)} of --seq; name one, as --seq={k.seq[0]}"
+        raise BadInput(f"speedups={k.speedups} is over batch sizes: {remedy}")
     if k.figure is not None or k.speedups is not None:
         pyplot()  # if it is missing, say so now and not after minutes
     return device

@@ -225,8 +225,8 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
         raise BadInput(f"{folder} has a meta.json but no train.bin; {ways}")
     if not ours:
         ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
-        own = "the first lines of a config that wants it say how it is made"
-        raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {own}; else {ways}")
+        own = "if a config names it, its first lines say how it is made"
+        raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}; {own}")
     flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
     if subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode:
         sys.exit(2)

@@ -7,6 +7,7 @@ What they mean is in families.py. Files are read by safetensors and json alone. 
 one, and gguf.py reads it.
 """
 
+import difflib
 import json
 import os
 import re
@@ -275,19 +276,20 @@ def find(name: str | Path, weights: bool = True) -> Path:
     if os.path.exists(name):
         return Path(name)
     said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin", ".gguf"))
-    folder = Path(name).parent
-    if "/" in name and folder.is_dir():
-        there = sorted(path.name for path in folder.iterdir())
-        more = f" and {len(there) - 5} more" if len(there) > 5 else ""
-        said += f" ({folder} holds {', '.join(there[:5]) or 'nothing'}{more})"
+    near, hint = [], ""
+    with suppress(OSError):  # there is no such folder, or it may not be read
+        there = [path.name for path in Path(name).parent.iterdir()]
+        near = difflib.get_close_matches(Path(name).name, there, n=1)
+    if near:
+        hint = f"; did you mean {Path(name).with_name(near[0])}?"
     if is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
-        raise BadInput(said)
+        raise BadInput(said + hint)
     way_out = f"fetch it where the hub can be reached (hf download {name} --local-dir=DIR) and give DIR"
     try:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError:
         remedy = f"pip install huggingface_hub, or {way_out}"
-        raise BadInput(f"{said}, and the hub cannot be asked for it; {remedy}") from None
+        raise BadInput(f"{said}, and the hub cannot be asked for it; {remedy}{hint}") from None
     wanted = [pattern for pattern in FETCHED if weights or not pattern.startswith("model")]
     fetch = partial(snapshot_download, name, allow_patterns=wanted)
     try:
@@ -299,7 +301,7 @@ def find(name: str | Path, weights: bool = True) -> Path:
     with suppress(Exception):  # what an earlier call fetched
         return Path(fetch(local_files_only=True))
     remedy = f"{way_out}; a model behind a log-in needs HF_TOKEN too"
-    raise BadInput(f"{said}, nor does the Hugging Face hub give it ({reason}); {remedy}")
+    raise BadInput(f"{said}, nor does the Hugging Face hub give it ({reason}); {remedy}{hint}")
 
 
 def is_pretrained(path: Path) -> bool:

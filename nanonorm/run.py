@@ -283,9 +283,7 @@ def given_weights(name: str, hollow: bool = False) -> tuple[dict, Path]:
     """(file, its path) of the weights to start from: a run's checkpoint, or what else open_model takes.
     hollow: as there. Raises: BadInput, ModelError."""
     checkpoint = Path(name) / "ckpt.pt"
-    if checkpoint.exists():
-        return read_file(checkpoint, hollow=hollow), checkpoint
-    return open_model(name, hollow)
+    return open_model(checkpoint if checkpoint.exists() else name, hollow)
 
 
 def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:

@@ -193,7 +193,7 @@ class BatchAnchor(nn.Module):
         return self.target
 
 
-FAR = 0.7  # of log s: twice or half the mean
+FAR = 0.7  # of log r: twice or half the mean
 PHASES = ("norm", "blend", "scale")
 
 
@@ -218,7 +218,7 @@ class Alongside(torch.autograd.Function):
 class SiteLoss(Tracker):
     """A loss on the spread of the scale at one norm's input (not in the papers):
 
-        mean over tokens of d^2 + far * relu(|d| - FAR)^2,  d = log s(h) - its running mean
+        mean over tokens of d^2 + far * relu(|d| - FAR)^2,  d = log r(h) - its running mean
 
     What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
     depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. It ends

@@ -154,7 +154,7 @@ def check_gates(cfg):
         early = cfg.gate_end == end_by_ratio(cfg) <= cfg.gate_start
         why = f"; gate_end_ratio={cfg.gate_end_ratio} puts gate_end there" if early else ""
         if cfg.warmup_iters == cfg.gate_start >= cfg.gate_end:
-            why += "; gate_start is by itself warmup_iters: lower that, or set gate_start"
+            why += "; gate_start is warmup_iters, unless it is set: lower one"
         raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
 
 

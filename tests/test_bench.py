@@ -254,7 +254,7 @@ def test_shapes_and_defaults(capsys, flags):
         (["--runtimes=graph"], "need a GPU"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
         (["--figure=bars.pdf"], ".png file in a folder that exists"),
-        (["--speedups=x.png", "--seq=8,16"], "name one --seq, as --seq=8, not 2"),
+        (["--speedups=x.png", "--seq=8,16"], "there are 2 of --seq; name one, as --seq=8"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
         (["RUN", "--n_embd=32"], "leave out --n_embd"),

@@ -585,7 +585,7 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_end <= max_iters, not 50, 50, 10000"),
         (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
         (["--taper=all", "--gate_end_ratio=0.05"], "10000; gate_end_ratio=0.05 puts gate_end there"),
-        (["--taper=all", "--gate_end=500"], "10000; gate_start is by itself warmup_iters: lower that"),
+        (["--taper=all", "--gate_end=500"], "10000; gate_start is warmup_iters, unless it is set: lower one"),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
         (["--aux_weight=0.1", "--gate_start=10000"], "gate_start=10000 must be below max_iters=10000"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),

@@ -83,15 +83,18 @@ def too_long(path: str, text: str) -> list[str]:
 
 def test_nobody_imports_upward():
     breaches = {path: forbidden(path, text) for path, text in sources().items()}
+    assert forbidden("model.py", "def f():\n    from data.sampling import windows")
     assert len(breaches) > 40 and not {path: names for path, names in breaches.items() if names}
 
 
 def test_names_are_imported_from_where_they_are_defined():
     files = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources().items()}
     imports = {path: imported_names(text) for path, text in files.items()}
+    assert second_hand("from bench import np, Floor", imports) == ["bench.np"]
     found = {path: second_hand(text, imports) for path, text in files.items()}
     assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_function_needs_scrolling():
+    assert too_long("bench.py", "def f():\n" + "    pass\n" * 80)
     assert not [found for path, text in sources().items() for found in too_long(path, text)]

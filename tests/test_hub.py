@@ -493,8 +493,11 @@ def test_a_name_that_nothing_has(tmp_path, monkeypatch):
     with refuses("no such file or folder: out/dmo", "OSError: 404 Client Error."):
         find("out/dmo")
     (tmp_path / "out/demo").mkdir(parents=True)
-    with refuses("no such file or folder: out/dmo (out holds demo), nor does the Hugging Face hub give it"):
-        find("out/dmo")
+    for name in ("out/dmo", "out/demo.pt"):
+        with refuses(f"no such file or folder: {name}", "; did you mean out/demo?"):
+            find(name)
+    with refuses("no such file or folder: xxx"):  # and no error of the look for its neighbours
+        find("x" * 300 + "/c")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with refuses("pip install huggingface_hub"):
         find("gpt2")

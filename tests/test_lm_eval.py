@@ -100,6 +100,8 @@ def by_itself() -> list[str]:
 
 def test_the_command_by_itself_is_one_that_lm_eval_reads():
     read_lm_eval(by_itself()[1:])
+    with pytest.raises(AssertionError):
+        read_lm_eval([*by_itself()[1:], "--tasks=hellaswg"])
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers

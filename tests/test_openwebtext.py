@@ -1,6 +1,7 @@
 """OpenWebText and the sets to evaluate on: the recipe's split and cut; nothing large is fetched unasked."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,8 +45,17 @@ def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
     data.open_corpus(tmp_path, 16)
 
 
-@pytest.mark.parametrize("name", data.LARGE)
+def test_without_the_hub_a_set_to_evaluate_on_has_a_way_out(monkeypatch, bpe_corpus, tmp_path, capsys):
+    unreachable = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    words = ["--set=pile", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
+    said = refused(capsys, *words, program=HELD_OUT)
+    assert "cannot reach apollo-research" in said and "--text=FILE" in said
+
+
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "nemotron"])
 def test_nothing_large_is_fetched_unasked(name, monkeypatch, tmp_path):
+    assert {name} <= set(data.LARGE) <= set(data.corpora())
     folder = tmp_path / "data" / name
     folder.mkdir(parents=True)
     (folder / "prepare.py").write_text("raise SystemExit('was run')")

@@ -184,6 +184,8 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_command_stands_where_it_is_not_read(page):
+    elsewhere = "```\na line\npython train.py\n```\nDo:\n\n    A=1 pytest tests\n"
+    assert unread_commands(elsewhere) == ["python train.py", "A=1 pytest tests"]
     assert not unread_commands(page.read_text())
 
 
@@ -301,6 +303,7 @@ TICS = re.compile(r"told from|\bthat (\w+) (seeds|pairs|runs) show|\b(two|three|
 )
 def test_a_page_is_in_plain_words(page):
     """Two habits that make prose hard: "told from" for every difference, and seeds that show."""
+    assert TICS.search("cannot be told from it") and TICS.search("no gain that six pairs show")
     assert not TICS.search(" ".join(page.read_text().split()))
 
 

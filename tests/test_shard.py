@@ -338,9 +338,11 @@ def test_many_ranks_do_not_read_all_of_a_sharded_run(plain):
         ({}, "mps", "needs a CPU or GPUs, and device=mps"),
     ],
 )
-def test_what_does_not_combine_is_refused(knobs, device, said):
+def test_what_does_not_combine_is_refused(knobs, device, said, corpus, tmp_path, capsys):
     with refuses(f"shard=True {said}"):
         refuse_to_shard(Config(shard=True, **knobs), torch.device(device))
+    if device == "cpu":  # and by the command
+        assert said in refused(capsys, *flags(tmp_path / "run", corpus, shard=True, **knobs))
 
 
 @pytest.mark.slow(minutes=3)

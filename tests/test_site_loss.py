@@ -1,4 +1,4 @@
-"""The loss on the spread of log s at the blocks' norms: its gradient against the formula, which tokens count,
+"""The loss on the spread of log r at the blocks' norms: its gradient against the formula, which tokens count,
 what a run, its logs, its checkpoints and its exports make of it."""
 
 from itertools import product
