@@ -550,7 +550,7 @@ def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):
     printed, said = capsys.readouterr().out, facts(tmp_path / "out")
     cost = said["errors_before"]["rounding to bfloat16"]["float32"]
     assert "is still at 0.25; at 0 it is exported" in printed
-    assert 1e-4 < cost < 5e-2 and f"{cost:.1e} by rounding to bfloat16" in printed
+    assert 1e-4 < cost < 5e-2 and f"rounding to bfloat16 alone {cost:.1e}" in printed
     assert said["errors"]["bfloat16"] < 5e-2 and said["dtype"] == "bfloat16"
     assert "| rounding to bfloat16 | float32 |" in (tmp_path / "out/README.md").read_text()
 

@@ -404,7 +404,7 @@ def test_refused_corpora(corpus, tmp_path, capsys):
 
 
 def test_refused_run_folders(reference, corpus, tmp_path, capsys):
-    assert "another run" in refused(capsys, *flags(reference, corpus))
+    assert "holds a run" in refused(capsys, *flags(reference, corpus))
     before = {p.name: p.read_bytes() for p in reference.iterdir()}
     assert "n_embd=64" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--n_embd=64")
     assert "seed" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--seed=1")
