@@ -84,8 +84,9 @@ def set_knob(config, name: str, value, where: str, text: bool = False):
     """
     kinds = hints(type(config))
     if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+        initials = [key for key in kinds if "".join(word[:1] for word in key.split("_")) == name]  # lr, bs
+        near = initials or difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists the keys"
         raise BadInput(f"{where}: unknown key {name!r}; {hint}")
     try:
         setattr(config, name, (check_text if text else check)(kinds[name], value))

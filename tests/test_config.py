@@ -174,6 +174,8 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--norm=RMSNorm", "norm must be one of rmsnorm, layernorm, coupled, cbwc, dyt, derf, not 'RMSNorm'"),
         ("--taper=None", "taper must be one of none, internal, final, all"),
         ("--gate_strat=3", "unknown key 'gate_strat'; did you mean 'gate_start'?"),
+        ("--lr=3e-4", "unknown key 'lr'; did you mean 'learning_rate'?"),
+        ("--bs=8", "unknown key 'bs'; did you mean 'block_size' or 'batch_size'?"),
         ("--zzzzzzzz=3", "unknown key 'zzzzzzzz'; --help lists the keys"),
         ("--=3", "unknown key ''"),
         ("--compile", "flags are written --key=value"),
