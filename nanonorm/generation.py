@@ -38,7 +38,7 @@ def generate(
     stops = (stop_id,) if isinstance(stop_id, int) else tuple(stop_id or ())
     any_stop = torch.tensor(stops, dtype=torch.long, device=device)
     decode = compiled_decoding(model, device) if compile else model
-    was_training, cache, fresh = model.training, None, True
+    was_training, cache, new, fresh = model.training, None, None, True
     model.eval()
     try:
         for _ in range(max_new_tokens):
@@ -56,7 +56,8 @@ def generate(
                 length = 128 * math.ceil(length / 128) if compile else length
                 cache = model.Cache(model, len(idx), min(size, length))
             whole = fresh or not use_cache
-            unseen, network = (idx[:, first:], model) if whole else (idx[:, -1:], decode)
+            # idx[:, -1:] would have other strides at every step, and be compiled anew
+            unseen, network = (idx[:, first:], model) if whole else (new, decode)
             logits = network(unseen, cache=cache, last_only=True, pad=pad)
             fresh = False
             finite = finite + logits.sum(dtype=torch.float32)  # nan or infinite once a logit was

@@ -1,6 +1,7 @@
 """Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
 
 import sys
+from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
 from unittest.mock import Mock
@@ -117,6 +118,16 @@ def test_generating_masks_no_prompt(monkeypatch):
     asked = watch(monkeypatch, "model.attend", lambda q, k, v, mask=None, *_: (q.shape[2], mask is None))
     model.generate(tokens(2, 15), 3, temperature=0)
     assert asked == [(15, True)] * 2 + [(1, False)] * 2 + [(8, True)] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_decoding_is_compiled_once(monkeypatch, rows):
+    """Not once a token: whatever the compiler guards of a step's input, the next one has too."""
+    compiler = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda model, options, **how: compiler(model, **how))
+    with compiling():
+        tiny().eval().generate(tokens(rows, 8), 6, temperature=0, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
