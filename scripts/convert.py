@@ -161,6 +161,8 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
     elif form == "unfused" and wants_folding(c):
         form = "folded"
     with whole_folder(out.resolve()) as folder:
+        if "iter" in model.meta and "run" not in model.meta:
+            print(f"{path} is a checkpoint, at step {model.meta['iter']:,}", flush=True)
         if model.taper_norms() and model.gate.max() > 0:
             gate = model.gate.mean().item()
             print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)

@@ -104,6 +104,16 @@ def test_files_of_other_formats(short, tmp_path, capsys):
     assert "format 2" in error and "format 1" in error and "use the version" in error
 
 
+def test_a_damaged_export_can_be_written_again(short, tmp_path):
+    run = shutil.copytree(short, tmp_path / "run")
+    export = run / "folded.pt"
+    export.write_bytes(export.read_bytes()[:5000])
+    with pytest.raises(BadFile, match=f"cannot be read.*--init_from=resume --out_dir={run} exports"):
+        open_model(run)
+    train(*resume(run))
+    assert_same(load_model(export).state_dict(), load_model(short / "folded.pt").state_dict())
+
+
 @pytest.mark.parametrize("damage", ["bit", *(slow(x) for x in ("cut", "gone", "foreign"))])
 def test_the_previous_checkpoint_is_taken(short, copied, damage, capsys):
     """With one line; the run then ends as ever, and the damaged file never takes the place of the good

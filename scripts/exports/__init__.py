@@ -153,7 +153,8 @@ def front_matter(job: Job, kind: str) -> dict:
 def model_card(job: Job, kind: str, done: dict) -> str:
     """README.md of an export."""
     base, c, front = job.meta.get("base") or {}, job.model.config, front_matter(job, kind)
-    origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`)."
+    step = f", step {job.meta['iter']:,}" if "iter" in job.meta else ""
+    origin = f"Trained from scratch with nanonorm (`{job.path.parent.name}/{job.path.name}`{step})."
     if base:
         licence = base.get("license") or "not stated there"
         origin = f"Made from `{base['name']}` ({base['architecture']}); its licence: {licence}."
