@@ -75,7 +75,7 @@ class Step:
 
     Nothing in it waits for the device, except where AdamW is not fused or the gates have a budget to look at.
     `totals` sums `losses` and 1 over micro-batches until they are read. A step whose loss or gradient is not
-    finite updates nothing, nor does any later one; `check` finds out.
+    finite updates no weight, nor does any later one; `check` finds out.
 
     model: the network that trains; of it `learns`, by name: its adapters, or without any all; module: what is
     called for the losses of a micro-batch, a Distilled around the model or the model itself. `compiled` is

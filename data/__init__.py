@@ -254,7 +254,8 @@ def prepare(
     Args: train, val: each call starts the split's stream anew (for a new tokenizer the training split is read
     twice); out_dir: an existing folder; source: for meta.json, what text this is.
     Returns: what meta.json holds. It is written last: where it is, the corpus is whole.
-    Raises: BadInput. Then a corpus that was there before is still there.
+    Raises: BadInput. A corpus that was there before is still there then, unless only the last files, beside
+    the tokens, could not be written.
     """
     if not source.isprintable():
         raise BadInput(f"meta.json cannot hold the source {source!a}; give the file a printable name")

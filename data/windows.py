@@ -9,6 +9,7 @@ block_size and no other.
 Each corpus gives as much, from all over its text: --train_tokens of its training split and --val_tokens of
 its validation split, or all that it has. The last target of a window is the begin token of the next one,
 which `val/loss` counts and evaluate.py does not. Without a begin token the end-of-text token stands there.
+Of a character that the edge of a window cuts, each half counts as the three bytes of U+FFFD in `val/bpb`.
 
 With --sink=True it is for a run with sink_token, which brings that token itself and can bear no other sink in
 the text: stretches of 16 windows, without begin and end tokens and not cut any further.

@@ -107,10 +107,10 @@ class Distilled(nn.Module):
         return file | {"state": own, "adapters": adapters}
 
     def plain(self) -> tuple[nn.Module, float]:
-        """(the student with its adapters merged into its weights, in one type throughout; how far off that
-        is). The adapters are gone then. Raises: ModelError."""
-        student, error = self.student, merge(self.student)
-        return student.to(student.tok_emb.weight.dtype).requires_grad_(True), error
+        """(the student with its adapters merged into its weights, and c and gains in the type in which they
+        trained; how far off that is). The adapters are gone then. Raises: ModelError."""
+        error = merge(self.student)
+        return self.student.requires_grad_(True), error
 
 
 def share(student: nn.Module, teacher: nn.Module, remedy: str):

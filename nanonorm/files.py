@@ -137,6 +137,8 @@ def hold_folder(path: str | Path):
 
 def is_held(path: str | Path) -> bool:
     """Whether a process is at work in a folder that is there."""
+    if not Path(path).is_dir():
+        return False
     try:
         with hold_folder(path):
             return False

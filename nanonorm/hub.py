@@ -21,7 +21,7 @@ import torch
 from nanonorm import families
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
-from nanonorm.files import atomic_write, is_gguf, json_object, writing
+from nanonorm.files import atomic_write, is_gguf, json_object, sync_folder, writing
 from nanonorm.gguf import read_gguf
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; fetching keeps the client's own timeouts
@@ -256,8 +256,14 @@ def write_weights(tensors: dict, folder: Path):
     try:
         with writing(path):
             folder.mkdir(parents=True, exist_ok=True)
+            tmp.touch()
+            mode = tmp.stat().st_mode
             save_file(tensors, tmp, metadata={"format": "pt"})
+            tmp.chmod(mode)  # safetensors makes a file that its owner alone may read
+            with open(tmp, "rb+") as f:
+                os.fsync(f.fileno())
             os.replace(tmp, path)
+            sync_folder(folder)
     except SafetensorError as e:
         raise BadInput(f"cannot write {path}: {str(e)[:100]}; free the disk or name another folder") from None
     finally:

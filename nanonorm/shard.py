@@ -88,11 +88,13 @@ class Sharded:
         how = {
             "mesh": self.mesh,
             "reshard_after_forward": True,  # the root's as well: else validation would leave it gathered
-            "mp_policy": MixedPrecisionPolicy(narrow, wide, cast_forward_inputs=False),
             "ignored_params": {p for p in self.module.parameters() if p.dim() < 2},
         }
-        for part in (*blocks, self.module):
-            fully_shard(part, **how)
+        for part in blocks:
+            policy = MixedPrecisionPolicy(narrow, wide, cast_forward_inputs=False)
+            fully_shard(part, mp_policy=policy, **how)
+        # a table as it is kept: the gradient of a row is a sum over all tokens that looked it up
+        fully_shard(self.module, mp_policy=MixedPrecisionPolicy(None, wide, cast_forward_inputs=False), **how)
         for part in blocks:
             register_fsdp_forward_method(part, "alone")
         for first, *others in owners.values():

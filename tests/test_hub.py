@@ -418,6 +418,7 @@ def test_a_model_of_our_own_goes_out(tmp_path):
     """Llama from scratch, with the scale anchor's averages beside it."""
     model = tiny("rmsnorm", aux_weight=0.1, n_kv_head=2).eval()
     write_pretrained(model.to_file({}), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     idx = tokens(2, 16)
     with torch.no_grad():

@@ -14,20 +14,21 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from conftest import refuses
+from conftest import refuses, scale_of_difference
 from running import ROOT, assert_same_log, cut_back, final, flags, launch, ran, refused, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
-from model import ModelConfig, Transformer
+from model import Block, ModelConfig, Transformer
 from nanonorm import parts
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import read_file, write_file
 from nanonorm.hub import write_pretrained
 from nanonorm.machine import refuse_to_shard
-from nanonorm.ranks import Ranks, data_parallel
+from nanonorm.ranks import Ranks, data_parallel, whole
 from nanonorm.run import begin
+from nanonorm.shard import Sharded
 
 FEW = ("layernorm-internal-aux", "coupled", "sink")
 RUN = dict(
@@ -144,6 +145,27 @@ def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
         averages = [t for kept in step.optimizer.state.values() for t in kept.values()]
         assert {t.dtype for t in (*averages, *step.trained.values())} == {torch.float32}
     torch.testing.assert_close(found[True], found[False], rtol=2e-2, atol=2e-2)
+
+
+def test_a_sharded_table_sums_over_its_tokens_in_float32():
+    """A gradient of bfloat16 stops to grow after a few hundred tokens; here one is there more than 1,000
+    times."""
+    config = ModelConfig(vocab_size=64, n_layer=1, n_embd=32, n_head=2, block_size=256, tie_embeddings=False)
+    torch.manual_seed(0)
+    idx = torch.multinomial(1 / torch.arange(1, 65.0), 32 * 257, replacement=True).view(32, 257)
+    assert (idx == 0).sum() > 1000
+    found, ranks = {}, Ranks()
+    for kind in ("exact", "plain", "sharded"):
+        torch.manual_seed(1)
+        model = Transformer(config)
+        if kind == "sharded":
+            ranks.start(sharded.DEVICE, "gloo", alone=True)
+            Sharded(model, Block, sharded.DEVICE, torch.bfloat16, ranks)
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind != "exact"):
+            model(idx[:, :-1], idx[:, 1:]).total.backward()
+        found[kind] = whole(model.tok_emb.weight.grad)
+    plain, split = (scale_of_difference(found[kind], found["exact"]) for kind in ("plain", "sharded"))
+    assert split < 2 * plain
 
 
 @pytest.mark.slow
