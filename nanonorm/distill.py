@@ -107,7 +107,7 @@ class Distilled(nn.Module):
         return file | {"state": own, "adapters": adapters}
 
     def plain(self) -> tuple[nn.Module, float]:
-        """(the student with its adapters merged into its weights, and c and gains in the type in which they
+        """(the student with its adapters merged into its weights, c and gains still in the type in which they
         trained; how far off that is). The adapters are gone then. Raises: ModelError."""
         error = merge(self.student)
         return self.student.requires_grad_(True), error

@@ -231,7 +231,11 @@ def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(layer(x), layer.get_base_layer()(x))
     shake(model)
-    assert adapters.merge(model.student) < 1e-9  # of norms taken in float64
+    gain = model.student.blocks[0].norm_mlp.weight
+    gain.data = gain.data.float() * 1.001
+    merged, error = model.plain()
+    assert error < 1e-9  # of norms taken in float64
+    assert torch.equal(merged.blocks[0].norm_mlp.weight, gain)  # the proof is to see what trained
 
 
 def norms_of(network) -> dict[str, torch.Tensor]:
@@ -612,11 +616,9 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
     assert last["grad/qkv"] > 0 and last["grad/emb"] == 0
     model = load_model(out / "folded.pt")
     assert model.meta["merge_error"] < 1e-9 and model.meta["fold_error"]["float64"] < 1e-9
-    assert {p.dtype for p in model.parameters() if p.dim() >= 2} == {getattr(torch, dtype)}
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
     file = final(out)
     assert set(file["state"]) == {f"blocks.{i}.norm_mlp.weight" for i in (0, 1)} and "teacher" in file["meta"]
-    unfused = load_model(out / "unfused.pt").state_dict()
-    assert_same(file["state"], {name: unfused[name] for name in file["state"]})  # gains not rounded
     capfd.readouterr()
     train(out, "--prompt=import ", "--max_new_tokens=5", program="sample.py")
     assert capfd.readouterr().out.startswith("import ")
