@@ -413,8 +413,8 @@ class Taper(Tracker):
         return num / (den + DELTA)
 
     def calibrate(self):
-        """Freeze c and start weight_tilde from weight. ModelError if nothing usable was observed."""
-        nothing_flows = self.corrected()[-1] <= DELTA  # c would be a fit to DELTA, not to the stream
+        """Freeze c and start weight_tilde from weight. ModelError if it fits DELTA or eps, and no stream."""
+        nothing_flows = (self.corrected()[-1] <= DELTA) | (self.c_now() * self.norm.eps**0.5 > 1 - 1e-5)
         self.freeze(self.c, self.c_now(), degenerate=nothing_flows)
         self.weight_tilde.copy_(self.weight)
 

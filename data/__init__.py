@@ -254,8 +254,8 @@ def prepare(
     Args: train, val: each call starts the split's stream anew (for a new tokenizer the training split is read
     twice); out_dir: an existing folder; source: for meta.json, what text this is.
     Returns: what meta.json holds. It is written last: where it is, the corpus is whole.
-    Raises: BadInput. A corpus that was there before is still there then, unless only the last files, beside
-    the tokens, could not be written.
+    Raises: BadInput. A corpus that was there before is still there then, unless it was only the last files,
+    beside the tokens, that could not be written.
     """
     if not source.isprintable():
         raise BadInput(f"meta.json cannot hold the source {source!a}; give the file a printable name")
@@ -269,6 +269,9 @@ def prepare(
         refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
+        for file in (val_file, train_file):  # a full disk says so here
+            file.flush()
+            os.fsync(file.fileno())
         again = meta_file.exists()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
     write_tokenizer(out_dir, tokenizer, again)

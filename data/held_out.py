@@ -21,6 +21,7 @@ A local text (documents that a line <|endoftext|> follows) is one stream, not cu
 
 import io
 import itertools
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +146,12 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
     if (folder / "train.bin").exists():
         raise BadInput(f"{folder} holds a corpus to train on; name another --out_dir")
     again = (folder / "meta.json").exists()
-    (folder / "meta.json").unlink(missing_ok=True)  # from here on an old one would describe other files
     dtype = dtype_of(tokenizer.vocab_size)
     with atomic_write(folder / "val.bin") as f:
         f.write(tokens.astype(dtype).tobytes())
+        f.flush()
+        os.fsync(f.fileno())  # a full disk says so here
+        (folder / "meta.json").unlink(missing_ok=True)  # from here on an old one would describe other files
     write_tokenizer(folder, tokenizer, again)
     meta = HeldOut(
         vocab_size=tokenizer.vocab_size,

@@ -79,16 +79,20 @@ def main():
             return stretches(text, 16 * knobs.block_size, limit, [begin, tokenizer.eot_id])
         return cut(text, knobs.block_size, limit, begin)
 
-    known, limits = {}, (knobs.train_tokens, knobs.val_tokens)
+    if Path(knobs.out_dir).resolve() in [folder.resolve() for folder in folders]:
+        raise BadInput(f"--out_dir={knobs.out_dir} is a corpus that is read; name another folder")
+    known, made, limits = {}, {}, (knobs.train_tokens, knobs.val_tokens)
+    for split, texts, limit in zip(("train", "val"), (trains, vals), limits, strict=True):
+        rows = [row for text in texts for row in pieces(text.view(dtype), limit)]
+        made[split] = np.concatenate(rows).astype(dtype)
+        known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
+        known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
     with hold_folder(knobs.out_dir) as out_dir:
         again = (out_dir / "meta.json").exists()
         (out_dir / "meta.json").unlink(missing_ok=True)  # from here on it would describe other files
-        for split, texts, limit in zip(("train", "val"), (trains, vals), limits, strict=True):
-            rows = [row for text in texts for row in pieces(text.view(dtype), limit)]
+        for split, tokens in made.items():
             with atomic_write(out_dir / f"{split}.bin") as f:
-                f.write(np.concatenate(rows).astype(dtype).tobytes())
-            known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
-            known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
+                f.write(tokens.tobytes())
         write_tokenizer(out_dir, tokenizer, again)
         meta = Manifest(
             vocab_size=tokenizer.vocab_size,

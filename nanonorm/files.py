@@ -196,12 +196,12 @@ def read_file(path, whole: bool = True, hollow: bool = False) -> dict:
     """
     import torch
 
-    path = Path(path)
+    path, ranks = Path(path), os.environ.get("WORLD_SIZE", "")
+    mapped = os.name == "posix" and (hollow or (ranks.isdigit() and int(ranks) > 1))
     try:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles
             if not hollow and (member := zipfile.ZipFile(f).testzip()) is not None:
                 raise ValueError(f"{member} fails its checksum")
-            mapped = os.name == "posix" and (hollow or int(os.environ.get("WORLD_SIZE", 1)) > 1)
             file = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise BadFile(f"no model file {path}") from None

@@ -17,8 +17,8 @@ def log_line(step, done: int, tokens_per_s: float, peak: float) -> dict[str, flo
     """The metrics after `done` steps of a train.Step. train/loss is what steps minimize. It, ce, aux
     and kl are means over micro-batches of what each has as the mean over the targets that it counts: not
     those of -100, nor with mask_end the ends of texts. Metrics of the stream are of the first rank's last
-    micro-batch, and they and the gradient of the weights before the step. peak: FLOP/s of the machine, 0 if
-    not measured."""
+    micro-batch, and they and the gradient of the weights before the step; logits/l2 is of that stream, but of
+    the final norm and the head after it. peak: FLOP/s of the machine, 0 if not measured."""
     model, totals, (stream, norms) = step.model, step.totals, step.last
     step.ranks.sum(totals)
     *sums, n = totals.tolist()

@@ -103,7 +103,7 @@ class Ranks:
         """Call a function on the main rank, and once it is done there on the others. Returns its value."""
         found = function(*args) if self.main else None
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.host_group)  # a corpus may take longer than nccl would wait
         return found if self.main else function(*args)
 
     def close(self):

@@ -1,5 +1,6 @@
 """The corpora: tokens decode to the text, the manifest is true of them, bad input leaves nothing behind."""
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -174,6 +175,9 @@ def test_wherever_a_second_prepare_stops_no_manifest_is_false(tmp_path, monkeypa
         data.prepare(lambda: new, lambda: [], tmp_path, 500, "new")
     with refuses("printable"):
         data.prepare(lambda: new, lambda: new, tmp_path, 500, "two\nlines")
+    with monkeypatch.context() as patch, refuses("No space left"):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        data.prepare(lambda: new, lambda: new, tmp_path, 500, "new")
     assert check_manifest(tmp_path)[0]["source"] == "old"
 
 

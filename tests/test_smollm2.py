@@ -5,10 +5,12 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import refuses
 from running import refused
 from test_tokenizer import gpt2, put
 
@@ -63,6 +65,18 @@ def mix(tmp_path, monkeypatch, *more: str) -> Path:
     monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, folders), *flags])
     main()
     return tmp_path / "mixed"
+
+
+def test_what_is_refused_leaves_every_corpus(tmp_path, monkeypatch):
+    made = mix(tmp_path, monkeypatch)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    with monkeypatch.context() as patch, refuses("no such piece"):
+        patch.setattr("data.windows.cut", Mock(side_effect=BadInput("no such piece")))
+        main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, f"--out_dir={tmp_path / 'a'}"])
+    with refuses("is a corpus that is read"):
+        main()
+    assert (made / "meta.json") in before and all(path.read_bytes() == was for path, was in before.items())
 
 
 def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):

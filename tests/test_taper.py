@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import assert_same
 
-from model import LayerNorm, RMSNorm, Taper, Transformer
+from model import LayerNorm, MeanScaleTaper, RMSNorm, Taper, Transformer
 from nanonorm.metrics import residual
 from nanonorm.optimizer import grad_norms
 from nanonorm.scale import observe_step
@@ -367,6 +367,15 @@ def test_a_degenerate_calibration_is_refused_by_the_norms_name(variant, wrong):
         after(model)
     with refuses(named):
         model.calibrate()
+
+
+@pytest.mark.parametrize("taper", [Taper, MeanScaleTaper])
+def test_a_stream_of_zeros_calibrates_nothing(taper):
+    norm = taper(RMSNorm(8, 1e-6)).train()
+    norm(torch.zeros(2, 4, 8))
+    observe_step([norm], 0.01)
+    with torch.no_grad(), refuses("the stream is 0 or not finite"):
+        norm.calibrate()
 
 
 # --- the norm phase is the baseline
