@@ -35,7 +35,7 @@ from data.tokenizer import (
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
-from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object, write_json
+from nanonorm.files import ROOT, TOKENIZER_FILES, atomic_write, json_object, sync, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count, OneLine, Range, Record, Whole, why
 
@@ -269,9 +269,8 @@ def prepare(
         refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
-        for file in (val_file, train_file):  # a full disk says so here
-            file.flush()
-            os.fsync(file.fileno())
+        sync(val_file)
+        sync(train_file)
         again = meta_file.exists()
         meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
     write_tokenizer(out_dir, tokenizer, again)

@@ -21,7 +21,6 @@ A local text (documents that a line <|endoftext|> follows) is one stream, not cu
 
 import io
 import itertools
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from data.openwebtext.prepare import HUB_NAME, split_of, texts
 from data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import ROOT, atomic_write, hold_folder, write_json
+from nanonorm.files import ROOT, atomic_write, hold_folder, sync, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
 
@@ -149,8 +148,7 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
     dtype = dtype_of(tokenizer.vocab_size)
     with atomic_write(folder / "val.bin") as f:
         f.write(tokens.astype(dtype).tobytes())
-        f.flush()
-        os.fsync(f.fileno())  # a full disk says so here
+        sync(f)
         (folder / "meta.json").unlink(missing_ok=True)  # from here on an old one would describe other files
     write_tokenizer(folder, tokenizer, again)
     meta = HeldOut(

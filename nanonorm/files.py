@@ -55,8 +55,7 @@ def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
         with writing(path):
             with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
                 yield f
-                f.flush()
-                os.fsync(f.fileno())
+                sync(f)
             still_held(path.parent)
             if kept is not None:
                 keep_previous(path, kept)
@@ -80,6 +79,12 @@ def keep_previous(path: Path, kept: Path):
         else:
             os.replace(tmp, kept)
             tmp.unlink(missing_ok=True)  # both may be names of one file: then the rename does nothing
+
+
+def sync(file):
+    """Have what was written to an open file on the disk; a full one says so here. Raises: OSError."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path):

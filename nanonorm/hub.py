@@ -21,7 +21,7 @@ import torch
 from nanonorm import families
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
-from nanonorm.files import atomic_write, is_gguf, json_object, sync_folder, writing
+from nanonorm.files import atomic_write, is_gguf, json_object, sync, sync_folder, writing
 from nanonorm.gguf import read_gguf
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; fetching keeps the client's own timeouts
@@ -261,7 +261,7 @@ def write_weights(tensors: dict, folder: Path):
             save_file(tensors, tmp, metadata={"format": "pt"})
             tmp.chmod(mode)  # safetensors makes a file that its owner alone may read
             with open(tmp, "rb+") as f:
-                os.fsync(f.fileno())
+                sync(f)
             os.replace(tmp, path)
             sync_folder(folder)
     except SafetensorError as e:

@@ -73,7 +73,7 @@ def open_model(name: str | Path, hollow: bool = False) -> tuple[dict, Path]:
         newest, before = path.with_name("ckpt.pt"), path.with_name("ckpt.prev.pt")
         if path == newest and before.exists():
             raise BadFile(f"{e}; the checkpoint before it is {before}") from None
-        if path != newest and newest.exists():
+        if not path.name.startswith("ckpt.") and newest.exists():
             again = f"python train.py --init_from=resume --out_dir={path.parent}"
             raise BadFile(f"{e}; {again} exports a finished run again") from None
         raise

@@ -228,10 +228,10 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
         networks = [model] if module is model else [model, module.teacher]
         inside = {id(p) for network in networks for p in network.blocks.parameters()}
         outside = [p for p in {*model.parameters(), *taught} if p.dim() >= 2 and id(p) not in inside]
+        tables = sum(p.nbytes for p in outside)
         learned_tables = sum(p.numel() for p in set(outside) & set(learns))
         of_block = sum(p.numel() for p in learning(model.blocks[-1]).values() if p.requires_grad)
         # two blocks, the next one being fetched, the gradient of one in float32; the tables and theirs
-        tables = sum(p.nbytes for p in outside)
         parts.append(Part("gathered", narrow * 2 * block + tables + 4 * (of_block + learned_tables)))
     of_block, of_all = kept_for_backward(cfg, model)
     stream = cfg.batch_size * config.block_size * config.n_embd * 4
