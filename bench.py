@@ -9,7 +9,7 @@ neighbours hit all alike; a speedup is the median over rounds of (baseline's tim
 the same round. Before anything is timed, variants that must agree are compared: a benchmark of a wrong fold
 is worth nothing. The floor is the same matrix products and attention calls and nothing else: what a variant
 takes above it is norms, element-wise work and launches. Prints tables, then a line of JSON, which
---out=x.json keeps; --figure=x.png draws bars, --speedups=x.png each speedup by batch size.
+--out=x.json keeps; --speedups=x.png draws each speedup by batch size.
 """
 
 import copy
@@ -35,7 +35,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
-from nanonorm.plots import draw_bars, draw_speedups, pyplot
+from nanonorm.plots import draw_speedups, pyplot
 from nanonorm.run import EXPORTS, open_model
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
@@ -74,8 +74,7 @@ class Bench(ModelKnobs):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: bfloat16 on a GPU
     seed: Whole = 1337  # of random weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
-    figure: str | None = None  # .png file for tok/s as bars (needs matplotlib)
-    speedups: str | None = None  # .png file for the speedups by batch size, for one seq
+    speedups: str | None = None  # .png file for the speedups by batch size, for one seq (needs matplotlib)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -392,13 +391,12 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
             if wrong:
                 raise BadInput(f"the runtime onnx cannot do this: {remedy}, or leave onnx out")
         need_onnx()
-    files = ("out", k.out, ".json"), ("figure", k.figure, ".png"), ("speedups", k.speedups, ".png")
-    for name, path, kind in files:
-        check_out(name, path, kind)
+    check_out("out", k.out, ".json")
+    check_out("speedups", k.speedups, ".png")
     if k.speedups is not None and len(k.seq) > 1:
         remedy = f"there are {len(k.seq)} of --seq; name one, as --seq={k.seq[0]}"
         raise BadInput(f"speedups={k.speedups} is over batch sizes: {remedy}")
-    if k.figure is not None or k.speedups is not None:
+    if k.speedups is not None:
         pyplot()  # if it is missing, say so now and not after minutes
     return device
 
@@ -454,8 +452,6 @@ def main(argv: list[str]):
                   work=counted, differences=differences, rows=figures)  # fmt: skip
     finish(report, k.out)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
-    if k.figure:
-        draw_bars(k.figure, figures, FLOOR, title)
     if k.speedups:
         draw_speedups(k.speedups, figures, FLOOR, f"{title}, seq {k.seq[0]}")
 

@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -263,35 +263,48 @@ def prepare(
     if tokenizer is None:
         tokenizer, total = learn(train(), vocab_size, source)
 
-    meta_file, train_bin, val_bin = out_dir / "meta.json", out_dir / "train.bin", out_dir / "val.bin"
-    with atomic_write(val_bin) as val_file, atomic_write(train_bin) as train_file:
+    again = (out_dir / "meta.json").exists()
+    with token_files(out_dir) as (train_file, val_file):
         of_train = write_tokens(tokenizer, with_bar(train(), "train", total), train_file)
         refuse_empty("training", of_train["bytes"], source)
         of_val = write_tokens(tokenizer, with_bar(val(), "val"), val_file)
         refuse_empty("validation", of_val["bytes"], source)
-        sync(val_file)
-        sync(train_file)
-        again = meta_file.exists()
-        meta_file.unlink(missing_ok=True)  # from here on the old one would describe other files
     write_tokenizer(out_dir, tokenizer, again)
-    dtype, model_name = dtype_of(tokenizer.vocab_size), next(iter(tokenizer.files))
-    check_written(train_bin, of_train, dtype)
-    check_written(val_bin, of_val, dtype)
+    check_written(out_dir / "train.bin", of_train, dtype_of(tokenizer.vocab_size))
+    check_written(out_dir / "val.bin", of_val, dtype_of(tokenizer.vocab_size))
 
     manifest = Manifest(
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=model_name,
-        tokenizer_sha256=tokenizer.sha256,
-        end_token=tokenizer.end_token,
-        end_token_id=tokenizer.eot_id,
+        **described(tokenizer),
         **{f"train_{unit}": n for unit, n in of_train.items()},
         **{f"val_{unit}": n for unit, n in of_val.items()},
-        dtype=dtype,
         source=source,
     ).model_dump(exclude={"block_size"})
-    write_json(meta_file, manifest, indent=2)
-    print(f"wrote train.bin, val.bin, {model_name} and meta.json to {out_dir}", flush=True)
+    write_json(out_dir / "meta.json", manifest, indent=2)
+    print(f"wrote train.bin, val.bin, {manifest['tokenizer']} and meta.json to {out_dir}", flush=True)
     return manifest
+
+
+@contextmanager
+def token_files(folder: Path):
+    """Open (train.bin, val.bin) of a corpus for writing. Only when both are on the disk do they take the
+    place of the old ones, whose meta.json goes: it would describe other files."""
+    with atomic_write(folder / "val.bin") as val, atomic_write(folder / "train.bin") as train:
+        yield train, val
+        sync(val)
+        sync(train)
+        (folder / "meta.json").unlink(missing_ok=True)
+
+
+def described(tokenizer: Tokenizer) -> dict:
+    """What meta.json says of the tokens of `tokenizer`."""
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": next(iter(tokenizer.files)),
+        "tokenizer_sha256": tokenizer.sha256,
+        "end_token": tokenizer.end_token,
+        "end_token_id": tokenizer.eot_id,
+        "dtype": dtype_of(tokenizer.vocab_size),
+    }
 
 
 def learn(train: Stream, vocab_size: int, source: str) -> tuple[Tokenizer, int]:

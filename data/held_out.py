@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import HeldOut, dtype_of, open_held_out, with_bar, write_tokenizer, write_tokens
+from data import HeldOut, described, dtype_of, open_held_out, with_bar, write_tokenizer, write_tokens
 from data.hub import HubSet
 from data.local import check_files, documents
 from data.openwebtext.prepare import HUB_NAME, split_of, texts
@@ -145,22 +145,12 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
     if (folder / "train.bin").exists():
         raise BadInput(f"{folder} holds a corpus to train on; name another --out_dir")
     again = (folder / "meta.json").exists()
-    dtype = dtype_of(tokenizer.vocab_size)
+    meta = HeldOut(**described(tokenizer), val_tokens=len(tokens), **more).model_dump(exclude_none=True)
     with atomic_write(folder / "val.bin") as f:
-        f.write(tokens.astype(dtype).tobytes())
+        f.write(tokens.astype(meta["dtype"]).tobytes())
         sync(f)
         (folder / "meta.json").unlink(missing_ok=True)  # from here on an old one would describe other files
     write_tokenizer(folder, tokenizer, again)
-    meta = HeldOut(
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=next(iter(tokenizer.files)),
-        tokenizer_sha256=tokenizer.sha256,
-        end_token=tokenizer.end_token,
-        end_token_id=tokenizer.eot_id,
-        val_tokens=len(tokens),
-        dtype=dtype,
-        **more,
-    ).model_dump(exclude_none=True)
     write_json(folder / "meta.json", meta, indent=2)
 
 

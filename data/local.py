@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from data.tokenizer import END
@@ -55,3 +56,9 @@ def documents(path: str | Path):
         raise BadInput(f"{path} is not UTF-8 in line {number}; convert it, for instance with iconv") from None
     except OSError as e:
         raise BadInput(f"cannot read {path}: {e.strerror}") from None
+
+
+def local_splits(text: str, val_text: str) -> tuple[tuple[Callable, Callable], str]:
+    """(the documents of both files, each a call that reads them anew; what text this is)."""
+    splits = (lambda: documents(text)), (lambda: documents(val_text))
+    return splits, f"{text} (train) and {val_text} (val)"

@@ -23,11 +23,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import Manifest, corpus_folder, dtype_of, open_corpus, write_tokenizer
+from data import Manifest, corpus_folder, described, dtype_of, open_corpus, token_files, write_tokenizer
 from data.tokenizer import TokenizerJson, load_tokenizer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.files import atomic_write, hold_folder, write_json
+from nanonorm.files import hold_folder, write_json
 from nanonorm.typed import Count
 
 
@@ -89,18 +89,12 @@ def main():
         known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
     with hold_folder(knobs.out_dir) as out_dir:
         again = (out_dir / "meta.json").exists()
-        (out_dir / "meta.json").unlink(missing_ok=True)  # from here on it would describe other files
-        for split, tokens in made.items():
-            with atomic_write(out_dir / f"{split}.bin") as f:
-                f.write(tokens.tobytes())
+        with token_files(out_dir) as files:
+            for tokens, file in zip(made.values(), files, strict=True):
+                file.write(tokens.tobytes())
         write_tokenizer(out_dir, tokenizer, again)
         meta = Manifest(
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=next(iter(tokenizer.files)),
-            tokenizer_sha256=tokenizer.sha256,
-            end_token=tokenizer.end_token,
-            end_token_id=tokenizer.eot_id,
-            dtype=dtype,
+            **described(tokenizer),
             source="; ".join(meta["source"] for meta in metas),
             block_size=None if knobs.sink else knobs.block_size,
             **known,

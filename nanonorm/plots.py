@@ -57,28 +57,6 @@ def looks(names: list[str], floor: str) -> dict[str, dict]:
     return found | ({floor: {"color": GREY, "again": 0}} if floor in names else {})
 
 
-def draw_bars(path: str, rows: list[dict], floor: str, title: str):
-    """Bars of tok/s, with error bars from quartile to quartile; a panel for each runtime."""
-    runtimes, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("runtime", "variant"))
-    size, width = (6.5, 1 + 2.2 * len(runtimes)), 0.85 / len(names)
-    figure, panels = pyplot().subplots(len(runtimes), 1, figsize=size, squeeze=False, layout="constrained")
-    for panel, runtime in zip(panels[:, 0], runtimes, strict=True):
-        for i, (name, look) in enumerate(looks(names, floor).items()):
-            bars = [r for r in rows if (r["runtime"], r["variant"]) == (runtime, name)]
-            tok_s = np.array([r["tok_s"] for r in bars])
-            reach = np.array([(1 - r["ms"] / r["ms_q3"], r["ms"] / r["ms_q1"] - 1) for r in bars]).T * tok_s
-            own = {"color": look["color"], "hatch": "//" * look["again"], "label": name}
-            places = np.arange(len(bars)) + (i + 0.5) * width - 0.425
-            panel.bar(places, tok_s, width, yerr=reach, edgecolor="white", linewidth=0.5, **own)
-        panel.set_xticks(range(len(bars)), [f"{r['batch']} x {r['seq']}" for r in bars])
-        panel.set_title(runtime, loc="left")
-        panel.set_ylabel("tok/s")
-        panel.yaxis.set_major_formatter("{x:,.0f}")
-        panel.grid(visible=False, axis="x")
-    panels[-1, 0].set_xlabel("batch x seq")
-    finish(figure, panels[0, 0], title, path)
-
-
 def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
     """Each speedup over the first variant by batch size, with error bars from quartile to quartile: a row of
     panels for each runtime, without the floor and with it."""

@@ -166,16 +166,20 @@ def progress(label: str, networks: list[Transformer], tokens: int):
             hook.remove()
 
 
-def compare(file: dict, path: Path, before: Transformer, own, cfg: Couple, val, apart: int) -> dict:
-    """{(kept blocks, alpha): (its numbers, Divergence)} of every choice, on windows from all of `val` that
-    begin at multiples of `apart`. before: the original, which runs once."""
-    device = before.tok_emb.weight.device
-    T = min(cfg.window, before.config.longest_text, len(val) - 1)
-    x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
+def every_choice(own, cfg: Couple) -> dict:
+    """{(kept blocks, alpha): its numbers} of all that are compared. own: as measure() has it."""
     kept = sorted({*KEPT, *{cfg.keep} - {"auto"}})
     ways = dict.fromkeys(("mean", "layer", "floor", *{cfg.alpha} - {"auto"}))
-    n_layer = before.config.n_layer
-    choices = {(k, alpha): numbers_of(own, k, alpha) for k in kept if k < n_layer for alpha in ways}
+    n_layer = own["layer"].shape[1]
+    return {(k, alpha): numbers_of(own, k, alpha) for k in kept if k < n_layer for alpha in ways}
+
+
+def compare(file: dict, path: Path, before: Transformer, choices: dict, val, apart: int, cfg) -> dict:
+    """{(kept blocks, way): (its numbers, Divergence)} of `choices`, as every_choice has them, on windows from
+    all of `val` that begin at multiples of `apart`. before: the original, which runs once; cfg: the `window`,
+    and the tokens `compared`."""
+    device, T = before.tok_emb.weight.device, min(cfg.window, before.config.longest_text, len(val) - 1)
+    x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
     afters = [coupled(file, path, k, numbers).to(device) for (k, _), numbers in choices.items()]
     for after in afters:
         after.rope = before.rope  # of a long context the largest tensor that they do not share
@@ -268,7 +272,7 @@ def main():
         batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
         with progress("measuring", [network], count * T):
             rms, own = measure(network, batches)
-        found = compare(file, path, network, own, cfg, torch.from_numpy(val), apart)
+        found = compare(file, path, network, every_choice(own, cfg), torch.from_numpy(val), apart, cfg)
         choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
         how = f"the fewest blocks whose KL is within {WITHIN:.0%} of the least, and with them the best alpha"
         said = f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}."

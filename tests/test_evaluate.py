@@ -301,15 +301,6 @@ def test_another_file_of_the_same_tokenizer_will_do(capsys, text, tmp_path):
 # --- beside the paper
 
 
-def test_the_papers_table_is_whole():
-    for size, method in table4.PAPER:
-        row = table4.row_of(f"gpt2_{size}_{method}", *table4.SIZES[size])
-        assert row == (size, method) and table4.row_of(f"gpt2_{size}_{method}", 2, 24) is None
-    assert table4.row_of("gpt2-xl_LNFree800", 48, 1600) == ("xl", "fakeln")
-    assert table4.paper_says(("s", "all"), "openwebtext", 512) is None
-    assert table4.paper_says(None, "pile", 1024) is table4.paper_says(("s", "all"), None, 1024) is None
-
-
 def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_path):
     """On a network small enough to be here, under the names and the set of the paper."""
     monkeypatch.setitem(table4.SIZES, "s", (2, 24))

@@ -18,10 +18,8 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
-from nanonorm.plots import shades
 from nanonorm.stats import T95, interval
 from scripts.studies import gaps
-from scripts.studies.figures import STYLE
 from scripts.studies.runs import FinishedRun
 
 
@@ -241,17 +239,6 @@ def test_a_tuple_reads_as_a_list_in_the_figure(monkeypatch, tmp_path):
     (ax, _), page = report(monkeypatch, tmp_path, runs)
     assert "dyt dyt_alpha=2,0.5,2.05 (n=1)" in [line.get_label() for line in ax.containers]
     assert "dyt dyt_alpha=(2.0, 0.5, 2.05)" in page
-
-
-def test_shades_differ_and_show_on_white():
-    def lightness(colour):
-        c = np.frombuffer(bytes.fromhex(colour[1:]), np.uint8) / 255
-        return np.where(c <= 0.04, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
-
-    for colour, n in product(dict.fromkeys(colour for colour, _ in STYLE.values()), (2, 3)):
-        found = shades([colour] * n)
-        assert found[0] == colour and len(set(found)) == n
-        assert all(1.05 / (lightness(shade) + 0.05) > 2.1 for shade in found)  # WCAG's contrast
 
 
 def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_path):

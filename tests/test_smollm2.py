@@ -1,7 +1,9 @@
 """What the study of a real network needs beside what others share: windows with a begin token in front, items
 of multiple choice, and the table of held-out texts."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +74,9 @@ def test_what_is_refused_leaves_every_corpus(tmp_path, monkeypatch):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     with monkeypatch.context() as patch, refuses("no such piece"):
         patch.setattr("data.windows.cut", Mock(side_effect=BadInput("no such piece")))
+        main()
+    with monkeypatch.context() as patch, refuses("No space left"):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         main()
     monkeypatch.setattr(sys, "argv", [*sys.argv, f"--out_dir={tmp_path / 'a'}"])
     with refuses("is a corpus that is read"):

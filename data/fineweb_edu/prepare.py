@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from data.hub import HubSet
-from data.local import check_splits, documents
+from data.local import check_splits, local_splits
 from data.tokenizer import open_tokenizer
 from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
@@ -58,8 +58,7 @@ def main():
         if knobs.text is None:
             streams, source = ((lambda: texts(hub, n_val, n)), (lambda: texts(hub, 0, n_val))), hub.source
         else:
-            streams = (lambda: documents(knobs.text)), (lambda: documents(knobs.val_text))
-            source = f"{knobs.text} (train) and {knobs.val_text} (val)"
+            streams, source = local_splits(knobs.text, knobs.val_text)
         prepare(*streams, out_dir, tokenizer.vocab_size, source, tokenizer)
 
 

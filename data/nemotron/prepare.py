@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from data.hub import HubSet
-from data.local import check_splits, documents
+from data.local import check_splits, local_splits
 from data.tokenizer import Tokenizer, TokenizerJson, open_tokenizer, render
 from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors
@@ -98,8 +98,7 @@ def main():
             if getattr(own, "template", None) is not None:
                 writer = Rendered(own)
         else:
-            streams = (lambda: documents(knobs.text)), (lambda: documents(knobs.val_text))
-            source = f"{knobs.text} (train) and {knobs.val_text} (val)"
+            streams, source = local_splits(knobs.text, knobs.val_text)
         prepare(*streams, out_dir, own.vocab_size, source, writer)
 
 

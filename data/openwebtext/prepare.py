@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from data.hub import HubSet
-from data.local import check_splits, documents
+from data.local import check_splits, local_splits
 from data.tokenizer import open_tokenizer
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
@@ -76,8 +76,7 @@ def main():
             split, source = split_of(hub), hub.source
             streams = (lambda: texts(split["train"])), (lambda: texts(split["test"]))
         else:
-            source = f"{knobs.text} (train) and {knobs.val_text} (val)"
-            streams = (lambda: documents(knobs.text)), (lambda: documents(knobs.val_text))
+            streams, source = local_splits(knobs.text, knobs.val_text)
         meta = prepare(*streams, out_dir, tokenizer.vocab_size, source, tokenizer)
     if knobs.text is None and tokenizer.vocab_size == 50257 and meta["val_tokens"] != VAL_TOKENS:
         said = f"the validation split has {meta['val_tokens']:,} tokens, nanoGPT's {VAL_TOKENS:,}"

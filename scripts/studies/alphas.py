@@ -24,14 +24,13 @@ from data.sampling import windows
 from forms import config_of
 from model import RMSNorm
 from nanonorm.cli import parse
-from nanonorm.divergence import divergences
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.log import say
 from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Whole
-from scripts.couple import coupled, measure, spread_starts
+from scripts.couple import compare, coupled, measure, spread_starts
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
 
@@ -113,15 +112,10 @@ def kl_numbers(file, path, network, start: torch.Tensor, shared: str, batches, k
     return numbers().detach().double()
 
 
-def compare(file, path, network, choices: dict, val, k: Knobs, apart: int) -> list[dict]:
-    """A row for each of choices: {(kept, way): numbers}."""
-    x, y = windows(val, spread_starts(len(val), k.window, k.compared, apart), k.window, "cpu")
-    afters = [coupled(file, path, kept, numbers) for (kept, _), numbers in choices.items()]
-    for after in afters:
-        after.rope = network.rope
-    found = divergences(network, afters, list(zip(x.split(1), y.split(1), strict=True)))
+def as_rows(found: dict) -> list[dict]:
+    """A row for each choice that couple.compare has found."""
     rows = []
-    for ((kept, way), (alphas, floors)), d in zip(choices.items(), found, strict=True):
+    for (kept, way), ((alphas, floors), d) in found.items():
         low, high = alphas.min().item(), alphas.max().item()
         rows.append({"kept": kept, "way": way, "alpha_low": low, "alpha_mean": alphas.mean().item(),
                      "alpha_high": high, "floor_high": floors.max().item(), "original": d.before,
@@ -183,7 +177,8 @@ def main():
             shared = way.partition(", ")[2]
             begin = choices[n, f"least squares, {shared}"]
             choices[n, way] = kl_numbers(file, path, network, begin, shared, fresh, k)
-    rows = compare(file, path, network, dict(sorted(choices.items(), key=lambda c: c[0][0])), val, k, apart)
+    choices = dict(sorted(choices.items(), key=lambda choice: choice[0][0]))
+    rows = as_rows(compare(file, path, network, choices, val, apart, k))
     shown = table(rows)
     print(shown)
     command = "    " + shlex.join(["python", "scripts/studies/alphas.py", *sys.argv[1:]])
