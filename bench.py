@@ -36,7 +36,7 @@ from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_speedups, pyplot
-from nanonorm.run import EXPORTS, open_model
+from nanonorm.run import EXPORTS, open_model, remark_on_checkpoint
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
 
@@ -85,7 +85,11 @@ def load_models(name: str) -> dict[str, Transformer]:
     """{form: model} of a run's exports, or of whatever else sample.py takes: a model file, a Hugging Face
     folder, a hub id. In the file's type, on the CPU. Raises: BadInput, ModelError."""
     files = [file for file in (Path(name) / export for export in EXPORTS) if file.exists()]
-    models = [load_model(file) for file in files] or [from_file(*open_model(name))]
+    models = [load_model(file) for file in files]
+    if not models:
+        file, path = open_model(name)
+        remark_on_checkpoint(file, path)
+        models = [from_file(file, path)]
     return {m.config.form: m for m in models}
 
 

@@ -67,7 +67,7 @@ class ModelKnobs:
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
     head_dim: Annotated[Count | None, V2] = None  # width of a head; None: n_embd/n_head
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], V2] = "swiglu"  # gelu: tanh form; _erf: exact
+    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], V2] = "swiglu"  # what it computes; gelu: tanh form
     hidden: Annotated[Count | None, V2] = None  # width of the MLP; None: 8/3 n_embd, to 8s; gelu: 4 n_embd
     tie_embeddings: bool = True  # the output head shares the embedding table
     positions: Annotated[Literal["rope", "learned"], V2] = "rope"  # rotary angles, or an added table
@@ -83,26 +83,26 @@ class ModelKnobs:
     init: Annotated[Literal["gpt2", "fan_in"], V2] = "gpt2"  # sd of blocks' matrices: 0.02, 1/sqrt(in)
     dyt_alpha: Annotated[Numbers | None, SQUASH, V2] = None  # before attentions, MLPs, head; None: 0.5 each
     # norms
-    norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # the normalizer
+    norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # which norm
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
     taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
-    taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # of a norm's output, in training
+    taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # times a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
     aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the scale loss; the paper's is 0.1, 0 is off
-    # of that loss: frozen at gate_start, or each batch's
+    # the scale loss's target: the running scale, frozen at gate_start, or each batch's
     anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
-    # (s - target)^2, or (s/target - 1)^2
+    # what the scale loss measures: (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
-    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the spread of log r in the blocks
-    site_far: Annotated[NonNegative, *HOLDS] = 0.0  # there: of tokens far off the mean
-    site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # its last phase
-    norm_bias: Annotated[bool, SHIFT] = True  # shift of layernorm and cbwc
+    site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
+    site_far: Annotated[NonNegative, *HOLDS] = 0.0  # in the site loss: of tokens far off the mean
+    site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # the site loss's last phase
+    norm_bias: Annotated[bool, SHIFT] = True  # layernorm and cbwc have a shift
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
     ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, SITE_LOSS, FREE] = 0.01  # mu, of running means
-    calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False  # position 0 counts for no c, no site
-    # nor do tokens whose scale is above so many times the micro-batch's median; None: all do
+    calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False  # c, site loss: without position 0
+    # c and the site loss leave out tokens above so many times the micro-batch's median scale; None: none
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm

@@ -24,7 +24,7 @@ from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.machine import compiler_works, pick_device
-from nanonorm.run import open_model
+from nanonorm.run import open_model, remark_on_checkpoint
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
 
@@ -91,6 +91,7 @@ def main():
     if cfg.compile:
         compiler_works(device)
     file, path = open_model(words[0])
+    remark_on_checkpoint(file, path)
     model = from_file(file, path).to(device)
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)

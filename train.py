@@ -332,7 +332,7 @@ def main(held: ExitStack):
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.longest_text
     better = "If it comes again, start anew in another out_dir with a lower learning_rate"
     remedy = f"{folder.newest} keeps the last good state. {better}"
-    interrupt, stop = Interrupt(), 0  # stop: the signal that all ranks leave by, at the same step
+    interrupt, stop = Interrupt(ranks.main), 0  # stop: the signal that all ranks leave by, at the same step
     folder.open_bar(device, dtype)
     gc.collect()
     gc.disable()  # a collection would distort a step's time; garbage is collected at checkpoints

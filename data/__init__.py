@@ -206,7 +206,8 @@ def corpora() -> list[str]:
 def corpus_folder(name: str) -> Path:
     """Where a corpus is: the folder of that name in data/, else the prepared folder at that path."""
     ours, there = ROOT / "data" / name, Path(name).resolve()
-    return there if not ours.exists() and (there / "meta.json").exists() else ours
+    elsewhere = (there / "meta.json").exists() or len(Path(name).parts) > 1  # a path is no name
+    return there if not ours.exists() and elsewhere else ours
 
 
 def prepare_if_missing(folder: Path, tokenizer: str | None = None):
@@ -228,7 +229,14 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
         own = "if a config names it, its first lines say how it is made"
         raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}; {own}")
     flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
-    if subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode:
+    try:
+        failed = subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode
+    except KeyboardInterrupt:
+        say(f"stopped before {folder} was prepared; the same command begins anew")
+        raise
+    if failed:
+        command = f"python data/{folder.name}/prepare.py" + (f" --tokenizer={tokenizer}" if tokenizer else "")
+        say(f"the corpus {folder.name} is missing; once {command} has made it, give this command again")
         sys.exit(2)
 
 

@@ -50,6 +50,8 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
             explicit.add(name)
     for flag in (a for a in argv if a.startswith("--")):
         name, _, text = flag[2:].partition("=")
+        if name in ("out", "out_dir") and not text:  # as from $DIR that is not set; it would be this folder
+            raise BadInput(f"{flag} names nothing to write to; leave it out, or name a place")
         set_knob(config, name, text, "command line", text=True)
         explicit.add(name)
     return config, explicit, words

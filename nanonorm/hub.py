@@ -288,7 +288,8 @@ def find(name: str | Path, weights: bool = True) -> Path:
         near = difflib.get_close_matches(Path(name).name, there, n=1)
     if near:
         hint = f"; did you mean {Path(name).with_name(near[0])}?"
-    if is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
+    here = "/" in name and os.path.isdir(name.partition("/")[0])  # such as out/: no one asks the hub for that
+    if is_file or here or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # else it may be a hub id
         raise BadInput(said + hint)
     way_out = f"fetch it where the hub can be reached (hf download {name} --local-dir=DIR) and give DIR"
     try:

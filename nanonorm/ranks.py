@@ -192,11 +192,12 @@ def store_of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store
 class Interrupt:
     """Remembers the signal that asked this process to leave.
 
-    A second Ctrl-C leaves at once; a second SIGTERM is ignored: torchrun forwards the first.
+    A second Ctrl-C leaves at once; a second SIGTERM is ignored: torchrun forwards the first. talks: the first
+    Ctrl-C is answered on stderr, without Python's buffers, in which it may have come.
     """
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, talks: bool = True):
+        self.asked, self.talks = 0, talks
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.ask)
 
@@ -204,6 +205,8 @@ class Interrupt:
         if self.asked and signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
+        if not self.asked and signum == signal.SIGINT and self.talks:
+            os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once, with the last checkpoint\n")
         self.asked = signum
 
     def leave_from_now_on(self):

@@ -73,10 +73,21 @@ def open_model(name: str | Path, hollow: bool = False) -> tuple[dict, Path]:
         newest, before = path.with_name("ckpt.pt"), path.with_name("ckpt.prev.pt")
         if path == newest and before.exists():
             raise BadFile(f"{e}; the checkpoint before it is {before}") from None
-        if not path.name.startswith("ckpt.") and newest.exists():
+        if path.name in EXPORTS and newest.exists():
             again = f"python train.py --init_from=resume --out_dir={path.parent}"
             raise BadFile(f"{e}; {again} exports a finished run again") from None
         raise
+
+
+def step_of(meta: dict) -> int | None:
+    """The step of a checkpoint, by what its file says of itself; None for what is no checkpoint."""
+    return None if "run" in meta else meta.get("iter")  # an export has the run in its meta
+
+
+def remark_on_checkpoint(file: dict, path: Path):
+    """Say on stderr that `file`, as open_model gives it, is of a run that may not have come to its end."""
+    if (step := step_of(file["meta"])) is not None:
+        say(f"{path} is a checkpoint, at step {step:,}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -319,6 +330,9 @@ def refuse_another_run(out_dir: Path):
     if held and held[0].endswith(".pt"):
         remedy = "add --init_from=resume to go on with it, or name another --out_dir"
         raise BadInput(f"{out_dir} holds a run ({held[0]}); {remedy}")
+    if held == ["config.json"]:  # of another program's, or of a run that was killed at once
+        remedy = "name another --out_dir, or remove it if you know it"
+        raise BadInput(f"{out_dir} holds a config.json, and no run; {remedy}")
     if held:
         what = f"what is left of a run without a checkpoint ({held[0]})"
         raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")

@@ -150,12 +150,18 @@ def check_gates(cfg):
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
         raise BadInput(f"{steps}: there the anchor begins, or a site loss ends")
     if tapers(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
-        steps = f"{cfg.gate_start}, {cfg.gate_end}, {cfg.max_iters}"
-        early = cfg.gate_end == end_by_ratio(cfg) <= cfg.gate_start
-        why = f"; gate_end_ratio={cfg.gate_end_ratio} puts gate_end there" if early else ""
-        if cfg.warmup_iters == cfg.gate_start >= cfg.gate_end:
-            why += "; gate_start is warmup_iters, unless it is set: lower one"
-        raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}{why}")
+        steps = f"gate_start={cfg.gate_start}, gate_end={cfg.gate_end}, max_iters={cfg.max_iters}"
+        if cfg.gate_end > cfg.max_iters:
+            remedy = f"end it at {cfg.max_iters} at the latest, or train longer"
+        elif cfg.gate_end < 2:
+            remedy = "train longer: a step to calibrate on, and one to come down in"
+        else:
+            remedy = f"start it before {cfg.gate_end}"
+            if cfg.gate_end == end_by_ratio(cfg):
+                remedy += f", where gate_end_ratio={cfg.gate_end_ratio} puts its end"
+            if cfg.warmup_iters == cfg.gate_start:
+                remedy += "; gate_start is warmup_iters, unless it is set"
+        raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}; {remedy}")
 
 
 def gate_remarks(cfg) -> list[str]:

@@ -239,8 +239,11 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     names = list(dict.fromkeys(([k.vanilla] if k.vanilla else []) + words))
     if not words or not k.data:
         usage = "python scripts/evaluate.py PATH... --data=FOLDER[,FOLDER...]"
-        raise BadInput(f"name networks and text to evaluate them on: {usage}")
+        missing = "text to evaluate on" if words else "networks and text to evaluate them on"
+        raise BadInput(f"name {missing}: {usage}")
     check_out("out", k.out, ".json")
+    if k.kl and len(names) == 1:
+        say(f"the KL is to the first network, and {names[0]} is the only one; name another behind it")
     return k, names
 
 

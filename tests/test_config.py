@@ -175,6 +175,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--taper=None", "taper must be one of none, internal, final, all"),
         ("--gate_strat=3", "unknown key 'gate_strat'; did you mean 'gate_start'?"),
         ("--lr=3e-4", "unknown key 'lr'; did you mean 'learning_rate'?"),
+        ("--out_dir=", "--out_dir= names nothing to write to"),
         ("--bs=8", "unknown key 'bs'; did you mean 'block_size' or 'batch_size'?"),
         ("--zzzzzzzz=3", "unknown key 'zzzzzzzz'; --help lists the keys"),
         ("--=3", "unknown key ''"),
@@ -584,10 +585,20 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     [
         (["--taper=all", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
         (["--aux_weight=0.1", "--gate_start=0"], "gate_start=0 leaves no step to calibrate on"),
-        (["--taper=final", "--gate_start=50", "--gate_end=50"], "gate_end <= max_iters, not 50, 50, 10000"),
-        (["--taper=all", "--gate_end=10001"], "gate_start < gate_end <= max_iters, not 500, 10001, 10000"),
-        (["--taper=all", "--gate_end_ratio=0.05"], "10000; gate_end_ratio=0.05 puts gate_end there"),
-        (["--taper=all", "--gate_end=500"], "10000; gate_start is warmup_iters, unless it is set: lower one"),
+        (
+            ["--taper=final", "--gate_start=50", "--gate_end=50"],
+            "gate_end=50, max_iters=10000; start it bef",
+        ),
+        (
+            ["--taper=all", "--gate_end=10001"],
+            "max_iters=10000; end it at 10000 at the latest",
+        ),
+        (["--taper=all", "--gate_end_ratio=0.05"], "before 500, where gate_end_ratio=0.05 puts its end"),
+        (["--taper=all", "--gate_end=500"], "before 500; gate_start is warmup_iters, unless it is set"),
+        (
+            ["--taper=all", "--max_iters=1", "--warmup_iters=1"],
+            "max_iters=1; train longer: a step to",
+        ),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
         (["--aux_weight=0.1", "--gate_start=10000"], "gate_start=10000 must be below max_iters=10000"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),

@@ -213,4 +213,6 @@ def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypa
     samples = said[0].split("-" * 40 + "\n")
     assert len(set(samples)) == 3 and all(sample.startswith("def ") for sample in samples)
     assert said[0] == said[1] != said[2]
+    train(run / "ckpt.pt", "--prompt=def ", "--max_new_tokens=8", program="sample.py")
+    assert f"{run / 'ckpt.pt'} is a checkpoint, at step 2" in capsys.readouterr().err
     assert Sample().device == "auto"

@@ -493,10 +493,12 @@ def test_a_name_that_nothing_has(tmp_path, monkeypatch):
     stand_in(monkeypatch, model_info=gone, snapshot_download=gone)
     with refuses("no such file or folder: out/dmo", "OSError: 404 Client Error."):
         find("out/dmo")
-    (tmp_path / "out/demo").mkdir(parents=True)
+    (tmp_path / "out/demo").mkdir(parents=True)  # out/ is here now, so the hub is not asked
+    gone.reset_mock()
     for name in ("out/dmo", "out/demo.pt"):
         with refuses(f"no such file or folder: {name}", "; did you mean out/demo?"):
             find(name)
+    assert not gone.called
     with refuses("no such file or folder: xxx"):  # and no error of the look for its neighbours
         find("x" * 300 + "/c")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -500,7 +500,10 @@ def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     for init_from in ("scratch", "auto"):
         said = refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
-        assert "without a checkpoint (config.json); remove it" in said
+        assert "holds a config.json, and no run; name another --out_dir" in said
+    (tmp_path / "metrics.jsonl").touch()
+    said = refused(capsys, f"--out_dir={tmp_path}", "--init_from=scratch")
+    assert "without a checkpoint (config.json); remove it" in said
 
 
 @pytest.mark.slow
@@ -543,8 +546,10 @@ def test_files_of_others_stay(corpus, tmp_path):
 def test_a_second_signal(corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
     out, fault = tmp_path / "run", {"at": "before", "n": 7, "do": signals}
-    process = launch(*flags(out, corpus, **SHORT), fault=fault, stdout=-3, stderr=-3)
-    assert process.wait(timeout=300) == status and step_of(out) == (7 if status == 143 else 5)
+    process = launch(*flags(out, corpus, **SHORT), fault=fault, stdout=-3, stderr=-1)
+    said = process.communicate(timeout=300)[1]
+    assert process.returncode == status and step_of(out) == (7 if status == 143 else 5)
+    assert ("saving after this step" in said) == signals.startswith("SIGINT")
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])

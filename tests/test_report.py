@@ -491,8 +491,10 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
     own, theirs = [text.get_text() for text in loss.texts][:3], [text.get_text() for text in loss.texts][3:]
     assert own == said and theirs[-1] == f"norms kept: {load(kept).loss:.2f}"
-    assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx([1, 1.2, 1.3, 1.4])
-    assert [text.get_text() for text in speed.texts] == ["1.00x", "1.20x", "1.30x", "1.40x"]
+    assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx(
+        [1, 1.1, 1.2, 1.3, 1.4]
+    )
+    assert [text.get_text() for text in speed.texts] == ["1.00x", "1.10x", "1.20x", "1.30x", "1.40x"]
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
@@ -509,7 +511,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
-        ([folder, f"--bench={no_bar}"], "has none of baseline, unfused, folded, floor"),
+        ([folder, f"--bench={no_bar}"], "has none of baseline, weightless, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
         ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),
     ):

@@ -83,6 +83,7 @@ def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert data.corpus_folder("texts/mine") == tmp_path / "texts/mine"
     assert data.corpus_folder(str(corpus)) == corpus
+    assert data.corpus_folder("texts/nowhere") == tmp_path / "texts/nowhere"
     (tmp_path / "stdlib").mkdir()
     (tmp_path / "stdlib/meta.json").touch()
     assert data.corpus_folder("stdlib") == data.ROOT / "data/stdlib"

@@ -22,6 +22,7 @@ from scripts.studies.runs import FinishedRun, load, read_json
 # variant -> (colour, what it is)
 BARS = {
     "baseline": ("#000000", "with its norms"),
+    "weightless": ("#009E73", "gains alone folded"),
     "unfused": ("#56B4E9", "norms as scalings"),
     "folded": ("#0072B2", "norms folded away"),
     "floor": ("#BBBBBB", "products, attention"),
