@@ -188,7 +188,7 @@ class Config(ModelKnobs):
         if base.form != "trained":  # its norms are what they are
             free = free - {"norm", "coupled_from_layer", "sink_token", *off(ModelKnobs, "taper")}
             if "taper" in explicit and self.taper != "none":
-                gone = f"which is {base.form}: the norms that a fold takes are gone, and the rest stay"
+                gone = f"which is {base.form} by now: the norms that a fold takes are gone, and the rest stay"
                 remedy = "use taper=none, or start from weights from before the taper"
                 raise BadInput(f"taper={self.taper} cannot start from {where}, {gone}; {remedy}")
             explicit = explicit - {"taper"}
