@@ -36,7 +36,7 @@ from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_speedups, pyplot
-from nanonorm.run import EXPORTS, open_model, remark_on_checkpoint
+from nanonorm.run import EXPORTS, open_model, step_of
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
 
@@ -85,11 +85,7 @@ def load_models(name: str) -> dict[str, Transformer]:
     """{form: model} of a run's exports, or of whatever else sample.py takes: a model file, a Hugging Face
     folder, a hub id. In the file's type, on the CPU. Raises: BadInput, ModelError."""
     files = [file for file in (Path(name) / export for export in EXPORTS) if file.exists()]
-    models = [load_model(file) for file in files]
-    if not models:
-        file, path = open_model(name)
-        remark_on_checkpoint(file, path)
-        models = [from_file(file, path)]
+    models = [load_model(file) for file in files] or [from_file(*open_model(name))]
     return {m.config.form: m for m in models}
 
 
@@ -432,7 +428,9 @@ def main(argv: list[str]):
     form = f"n_layer {shape.n_layer}, n_embd {shape.n_embd}"
 
     print(f"machine  {hardware(device)}; torch {torch.__version__}; {k.dtype}")
-    print(f"model    {path or 'random weights'}: {size:.2f} M parameters, {form}")
+    steps = [step for m in run.values() if (step := step_of(m.meta)) is not None]
+    what_of = f"{path}, a checkpoint at step {steps[0]:,}" if steps else path or "random weights"
+    print(f"model    {what_of}: {size:.2f} M parameters, {form}")
     print(f"measure  {k.mode}: tok/s = {what}; medians of {k.iters} interleaved rounds after {k.warmup}")
     print(f"floor    the matrix products and attention calls alone; {counted}: of one forward")
     if device.type == "cpu" and "compiled" not in k.runtimes:

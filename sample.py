@@ -23,8 +23,9 @@ from forms import from_file
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
+from nanonorm.log import say
 from nanonorm.machine import compiler_works, pick_device
-from nanonorm.run import open_model, remark_on_checkpoint
+from nanonorm.run import open_model, step_of
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
 
@@ -91,7 +92,6 @@ def main():
     if cfg.compile:
         compiler_works(device)
     file, path = open_model(words[0])
-    remark_on_checkpoint(file, path)
     model = from_file(file, path).to(device)
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
@@ -102,6 +102,8 @@ def main():
         cfg.seed, stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile,
         vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
+    if (step := step_of(model.meta)) is not None:
+        say(f"{path} is a checkpoint, at step {step:,}")
     for i, row in enumerate(rows.tolist()):
         if i:
             print("-" * 40)

@@ -84,12 +84,6 @@ def step_of(meta: dict) -> int | None:
     return None if "run" in meta else meta.get("iter")  # an export has the run in its meta
 
 
-def remark_on_checkpoint(file: dict, path: Path):
-    """Say on stderr that `file`, as open_model gives it, is of a run that may not have come to its end."""
-    if (step := step_of(file["meta"])) is not None:
-        say(f"{path} is a checkpoint, at step {step:,}")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # reading a checkpoint
 

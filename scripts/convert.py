@@ -33,7 +33,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
 from nanonorm.knobs import off
-from nanonorm.run import open_model, remark_on_checkpoint
+from nanonorm.run import open_model, step_of
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
 from scripts.exports.hf import form_for
@@ -92,7 +92,6 @@ def open_source(name: str, form: str) -> tuple[Transformer, Path]:
     """The network to export, with its file's weights, and where it is from."""
     unfused = Path(name) / "unfused.pt"  # of a run, which has a folded.pt too
     file, path = open_model(unfused if form == "unfused" and unfused.exists() else name)
-    remark_on_checkpoint(file, path)
     return from_file(file, path), path
 
 
@@ -162,6 +161,8 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
     elif form == "unfused" and wants_folding(c):
         form = "folded"
     with whole_folder(out.resolve()) as folder:
+        if (step := step_of(model.meta)) is not None:
+            print(f"{path} is a checkpoint, at step {step:,}", flush=True)
         if model.taper_norms() and model.gate.max() > 0:
             gate = model.gate.mean().item()
             print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)

@@ -142,7 +142,7 @@ def test_text_of_ones_own(corpus, bpe_corpus, tmp_path):
     [
         ([], "either --set, one of openwebtext, pile, pile_filtered, or --text"),
         (["--set=pile", "--text=x"], "either --set"),
-        (["--set=pile", "--out_dir="], "name the folder to write"),
+        (["--set=pile"], "name the folder to write"),
         (["--text=own.txt"], "--out_dir"),
         (["--text=missing.txt", "--out_dir=out"], "'missing.txt' is not a file"),
         (["--text=empty.txt", "--out_dir=out"], "empty.txt does not fill"),
