@@ -429,8 +429,10 @@ def main(argv: list[str]):
 
     print(f"machine  {hardware(device)}; torch {torch.__version__}; {k.dtype}")
     steps = [step for m in run.values() if (step := step_of(m.meta)) is not None]
-    what_of = f"{path}, a checkpoint at step {steps[0]:,}" if steps else path or "random weights"
-    print(f"model    {what_of}: {size:.2f} M parameters, {form}")
+    source = path or "random weights"
+    if steps:
+        source += f", a checkpoint at step {steps[0]:,}"
+    print(f"model    {source}: {size:.2f} M parameters, {form}")
     print(f"measure  {k.mode}: tok/s = {what}; medians of {k.iters} interleaved rounds after {k.warmup}")
     print(f"floor    the matrix products and attention calls alone; {counted}: of one forward")
     if device.type == "cpu" and "compiled" not in k.runtimes:

@@ -51,7 +51,9 @@ def tokenizer_of(model: Transformer, path: Path, override: str | None) -> Tokeni
     tokenizer = load_tokenizer(home_of(path)) if override is None else open_tokenizer(override)
     named = model.meta.get("corpus", {}).get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != named:
-        remedy = f"give the right one with --tokenizer={'' if override is None else ', or leave that out'}"
+        remedy = "give the right one with --tokenizer="
+        if override is not None:
+            remedy += ", or leave that out"
         raise BadInput(f"{tokenizer.name} is not the tokenizer of {path}; {remedy}")
     if tokenizer.vocab_size > model.config.vocab_size:
         ids = f"the tokenizer has {tokenizer.vocab_size} ids, {path} only {model.config.vocab_size}"

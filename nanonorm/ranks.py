@@ -1,5 +1,6 @@
 """This process among those of torchrun, and the signal that asks it to leave."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -206,7 +207,9 @@ class Interrupt:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         if not self.asked and signum == signal.SIGINT and self.talks:
-            os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once, with the last checkpoint\n")
+            said = b"\nsaving after this step; Ctrl-C again leaves at once, with the last checkpoint\n"
+            with contextlib.suppress(OSError):  # a closed stderr is no reason not to save
+                os.write(2, said)
         self.asked = signum
 
     def leave_from_now_on(self):
