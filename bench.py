@@ -36,7 +36,7 @@ from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_speedups, pyplot
-from nanonorm.run import EXPORTS, open_model, step_of
+from nanonorm.run import EXPORTS, checkpoint_step, open_model
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
 
@@ -428,7 +428,7 @@ def main(argv: list[str]):
     form = f"n_layer {shape.n_layer}, n_embd {shape.n_embd}"
 
     print(f"machine  {hardware(device)}; torch {torch.__version__}; {k.dtype}")
-    steps = [step for m in run.values() if (step := step_of(m.meta)) is not None]
+    steps = [step for m in run.values() if (step := checkpoint_step(m.meta)) is not None]
     source = path or "random weights"
     if steps:
         source += f", a checkpoint at step {steps[0]:,}"

@@ -25,7 +25,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.log import say
 from nanonorm.machine import compiler_works, pick_device
-from nanonorm.run import open_model, step_of
+from nanonorm.run import checkpoint_step, open_model
 from nanonorm.typed import Count, NonNegative, Range, Whole
 
 
@@ -104,7 +104,7 @@ def main():
         cfg.seed, stop_id=tuple(sorted(tokenizer.end_ids)), compile=cfg.compile,
         vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
-    if (step := step_of(model.meta)) is not None:
+    if (step := checkpoint_step(model.meta)) is not None:
         say(f"{path} is a checkpoint, at step {step:,}")
     for i, row in enumerate(rows.tolist()):
         if i:

@@ -204,7 +204,8 @@ def corpora() -> list[str]:
 
 
 def corpus_folder(name: str) -> Path:
-    """Where a corpus is: the folder of that name in data/, else the prepared folder at that path."""
+    """Where a corpus is: the folder of that name in data/, else the one at that path, which is prepared if it
+    is named by a single word."""
     ours, there = ROOT / "data" / name, Path(name).resolve()
     elsewhere = (there / "meta.json").exists() or len(Path(name).parts) > 1  # a path is no name
     return there if not ours.exists() and elsewhere else ours
@@ -217,8 +218,9 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
     if (folder / "meta.json").exists() and (folder / "train.bin").exists():
         return
     ours = folder in [ROOT / "data" / name for name in corpora()]
+    flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
+    command = " ".join(["python", f"data/{folder.name}/prepare.py", *flags])
     if ours and folder.name in LARGE:
-        command = f"python data/{folder.name}/prepare.py" + (f" --tokenizer={tokenizer}" if tokenizer else "")
         asked = f"prepare it with {command}, which {LARGE[folder.name]}"
         raise BadInput(f"{folder} is not prepared; {asked}, or from files: add --text=... --val_text=...")
     if (folder / "meta.json").exists():
@@ -228,14 +230,12 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
         ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
         own = "if a config names it, its first lines say how it is made"
         raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}; {own}")
-    flags = [] if tokenizer is None else [f"--tokenizer={tokenizer}"]
     try:
         failed = subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode
     except KeyboardInterrupt:
         say(f"stopped before {folder} was prepared; the same command begins anew")
         raise
     if failed:
-        command = f"python data/{folder.name}/prepare.py" + (f" --tokenizer={tokenizer}" if tokenizer else "")
         say(f"the corpus {folder.name} is missing; once {command} has made it, give this command again")
         sys.exit(2)
 

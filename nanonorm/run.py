@@ -79,7 +79,7 @@ def open_model(name: str | Path, hollow: bool = False) -> tuple[dict, Path]:
         raise
 
 
-def step_of(meta: dict) -> int | None:
+def checkpoint_step(meta: dict) -> int | None:
     """The step of a checkpoint, by what its file says of itself; None for what is no checkpoint."""
     return None if "run" in meta else meta.get("iter")  # an export has the run in its meta
 

@@ -33,7 +33,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
 from nanonorm.knobs import off
-from nanonorm.run import open_model, step_of
+from nanonorm.run import checkpoint_step, open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, needed, prove
 from scripts.exports.hf import form_for
@@ -161,7 +161,7 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
     elif form == "unfused" and wants_folding(c):
         form = "folded"
     with whole_folder(out.resolve()) as folder:
-        if (step := step_of(model.meta)) is not None:
+        if (step := checkpoint_step(model.meta)) is not None:
             print(f"{path} is a checkpoint, at step {step:,}", flush=True)
         if model.taper_norms() and model.gate.max() > 0:
             gate = model.gate.mean().item()

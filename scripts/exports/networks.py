@@ -11,7 +11,7 @@ from nanonorm import hub
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES
 from nanonorm.files import json_object
-from nanonorm.run import open_model, step_of
+from nanonorm.run import checkpoint_step, open_model
 from scripts.exports import needed_transformers
 from scripts.exports.hf import names_for, nearest
 
@@ -66,7 +66,7 @@ def ours(name: str, file: dict, path: Path) -> Network:
         remark = f"its eps of {c.norm_eps:.0e} makes each norm a fixed scaling"
     elif model.taper_norms() and model.gate.max() > 0:
         remark = "its taper is not over; it is evaluated at gate 0"
-    elif (step := step_of(model.meta)) is not None:
+    elif (step := checkpoint_step(model.meta)) is not None:
         remark = f"a checkpoint, at step {step:,}"
     corpus = model.meta.get("corpus") or corpus_beside(path)
     return Network(name, path, model, c.longest_text, c.vocab_size, c.n_layer, c.n_embd, corpus, remark)
