@@ -140,7 +140,9 @@ def outputs(model: Transformer) -> list[Output]:
 def reformed(part: nn.Module, form: str) -> nn.Module:
     """A copy of a Block or an Output in another form, in eval mode: changed in float64, cast back once. It
     shares the tensors that come out as they were."""
-    new, old = copy.deepcopy(part).double(), dict(part.named_parameters())
+    old = dict(part.named_parameters())
+    room = {name: torch.empty_like(p) for name, p in old.items()}  # first, or what is freed leaves holes
+    new = copy.deepcopy(part).double()
     drop_held(new)
     if form == "unfused":
         changed = {name: m.at_zero() for name, m in new.named_modules() if isinstance(m, Taper)}
@@ -151,8 +153,8 @@ def reformed(part: nn.Module, form: str) -> nn.Module:
         new.set_submodule(name, module)
     for name, p in list(new.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        was = old.get(name)
-        p = p.detach().to(old[f"{owner}.weight"].dtype if was is None else was.dtype)
+        was, p = old.get(name), p.detach()
+        p = p.to(old[f"{owner}.weight"].dtype) if was is None else room.pop(name).copy_(p)
         same = was is not None and not p.is_meta and torch.equal(p, was)
         setattr(new.get_submodule(owner), leaf, nn.Parameter(was.detach() if same else p))
     return new.eval()
@@ -171,8 +173,7 @@ def transformed(model: Transformer, form: str) -> Transformer:
     tip = reformed(Output(model.norm_final, weight[:1], None if bias is None else bias[:1]), form)
     new.norm_final = tip.norm
     of_norm = model.norm_final.factor(form == "weightless")[1:] if folds else ()
-    head_changes = any(part is not None and part is not False for part in of_norm)
-    if head_changes:
+    if any(part is not None and part is not False for part in of_norm):  # then the head changes
         bias = None if tip.linear.bias is None else weight.new_empty(len(weight))
         new.lm_head = Output(tip.norm, torch.empty_like(weight), bias).linear
         for to, piece in zip(outputs(new), outputs(model), strict=True):
@@ -306,8 +307,7 @@ def from_file(file: dict, path="file") -> Transformer:
     config, (phase, gates) = config_of(file, path), phase_and_gates(file, path)
     model = skeleton(config, path, trains="run" in file)
     if len(gates) not in (1, len(model.gate)):
-        said = f"{path} does not fit its config: {len(gates)} gates"
-        raise ModelError(f"{said} in place of {len(model.gate)}")
+        raise ModelError(f"{path} does not fit its config: {len(gates)} gates in place of {len(model.gate)}")
     check_state(file["state"], model.state_dict(), path)
     model.load_state_dict(file["state"], assign=True)
     for module in model.modules():
