@@ -177,10 +177,10 @@ def name_of(settings, files: list[str], unnamed: set[str]) -> str:
     return folder_name("-".join(words))
 
 
-def comments(cls) -> dict[str, str]:
-    """Name -> comment of every knob of a dataclass, at the end of its line or alone on the one above, read
-    from its source and from that of its bases."""
-    found = {}
+def comments(cls) -> tuple[dict[str, str], dict[str, str]]:
+    """({name: comment} of every knob of a dataclass, at the end of its line or alone on the one above; {name:
+    head} of every section, by its first knob: alone above those), from its source and that of its bases."""
+    found, heads = {}, {}
     for c in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(c):
             continue
@@ -192,15 +192,22 @@ def comments(cls) -> dict[str, str]:
         for node in ast.parse(source).body[0].body:
             if isinstance(node, ast.AnnAssign):
                 lines = [line for line in range(node.lineno, node.end_lineno + 1) if line in of_line]
-                if not lines and node.lineno - 1 in alone:
-                    lines = [node.lineno - 1]
+                above = node.lineno - 1
+                if not lines and above in alone:
+                    lines, above = [above], above - 1
                 found[node.target.id] = " ".join(of_line[line] for line in lines)
-    return {f.name: found[f.name] for f in dataclasses.fields(cls)}
+                if above in alone:
+                    heads[node.target.id] = of_line[above]
+    return {f.name: found[f.name] for f in dataclasses.fields(cls)}, heads
 
 
 def print_help(cls, usage: str):
-    """Print the usage line and every knob with its default, its comment and what it allows."""
-    print(usage + "\n")
-    kinds, notes = hints(cls), comments(cls)
-    for f in dataclasses.fields(cls):
+    """Print the usage line and, by section, every knob with its default, its comment and what it allows."""
+    print(usage.rstrip())
+    kinds, (notes, heads), knobs = hints(cls), comments(cls), dataclasses.fields(cls)
+    for f in knobs:
+        if f.name in heads:
+            print(f"\n{heads[f.name]}:")
+        elif f is knobs[0]:
+            print()
         print(f"  --{f.name}={f.default}\n        {notes[f.name]} [{in_words(kinds[f.name])}]")

@@ -79,7 +79,7 @@ COMMANDS = {
 def test_every_knob_of_a_command_has_a_type_a_comment_and_a_place_in_help(module, capsys):
     """Also one that is written over several lines."""
     knobs = getattr(importlib.import_module(module), COMMANDS[module])
-    notes, kinds = comments(knobs), get_type_hints(knobs, include_extras=True)
+    (notes, heads), kinds = comments(knobs), get_type_hints(knobs, include_extras=True)
     print_help(knobs, "usage: python train.py")
     first, *lines = capsys.readouterr().out.split("\n")
     assert first == "usage: python train.py" and list(notes) == [f.name for f in dataclasses.fields(knobs)]
@@ -88,9 +88,12 @@ def test_every_knob_of_a_command_has_a_type_a_comment_and_a_place_in_help(module
         assert said.endswith(f"{notes[f.name]} [{in_words(kinds[f.name])}]")
         assert len(notes[f.name].strip()) > 3, f.name
     assert sum(line.startswith("  --") for line in lines) == len(notes)
+    for name, head in heads.items():
+        at = lines.index(f"{head}:")
+        assert not lines[at - 1] and lines[at + 1].startswith(f"  --{name}=")
 
 
-def test_a_comment_at_the_end_of_a_line_is_of_that_line_alone(tmp_path, monkeypatch):
+def test_a_comment_is_of_its_line_or_the_next_or_heads_a_section(tmp_path, monkeypatch):
     write(
         tmp_path,
         "two_knobs.py",
@@ -103,12 +106,20 @@ class Knobs:
     second: int = 2
     # of the third
     third: int = 3
+    # a section
+    fourth: int = 4  # of the fourth
+    # another
+    # of the fifth
+    fifth: int = 5
 """,
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert comments(importlib.import_module("two_knobs").Knobs) == {
-        "first": "of the first", "second": "", "third": "of the third"
+    notes, heads = comments(importlib.import_module("two_knobs").Knobs)
+    assert notes == {
+        "first": "of the first", "second": "", "third": "of the third", "fourth": "of the fourth",
+        "fifth": "of the fifth",
     }  # fmt: skip
+    assert heads == {"fourth": "a section", "fifth": "another"}
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
