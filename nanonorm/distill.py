@@ -107,9 +107,10 @@ class Distilled(nn.Module):
         return file | {"state": own, "adapters": adapters}
 
     def plain(self) -> tuple[nn.Module, float]:
-        """(the student with its adapters merged into its weights, c and gains still in the type in which they
-        trained; how far off that is). The adapters are gone then. Raises: ModelError."""
+        """(the student with its adapters merged into its weights, all of it in the type in which it trained;
+        how far off that is). The adapters are gone then. Raises: ModelError."""
         error = merge(self.student)
+        self.student._apply(upcast)  # what was frozen in bfloat16
         return self.student.requires_grad_(True), error
 
 

@@ -478,10 +478,7 @@ class RunFolder:
 
     @by_main_rank
     def write_export(self, name: str, file: dict):
-        """Write an export, whose meta holds its fold_error. What trained in a wider type than the matrices
-        and is still there, not folded into them, is rounded to theirs."""
-        narrow = file["state"]["tok_emb.weight"].dtype
-        file["state"] = {name: t.to(narrow) for name, t in file["state"].items()}
+        """Write an export, whose meta holds its fold_error."""
         write_file(file, self.path / name)
         self.exported[name] = file["meta"]["fold_error"]
 

@@ -234,9 +234,14 @@ def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
     gain = model.student.blocks[0].norm_mlp.weight
     gain.data = gain.data.float() * 1.001
     trained = gain.detach().clone()
+    idx = tokens(2, 16)
+    adapted = copy.deepcopy(model.student).float().eval()
+    adapters.take_norms(adapted)
     merged, error = model.plain()
     assert error < 1e-9  # of norms taken in float64
     assert_same(merged.blocks[0].norm_mlp.weight.detach(), trained)  # the proof is to see what trained
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}  # what adapters learned is not rounded
+    assert scale_of_difference(merged(idx), adapted(idx)) < 1e-5
 
 
 def norms_of(network) -> dict[str, torch.Tensor]:
@@ -617,7 +622,7 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
     assert last["grad/qkv"] > 0 and last["grad/emb"] == 0
     model = load_model(out / "folded.pt")
     assert model.meta["merge_error"] < 1e-9 and model.meta["fold_error"]["float64"] < 1e-9
-    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    assert {p.dtype for p in model.parameters()} == {torch.float64 if dtype == "float64" else torch.float32}
     file = final(out)
     assert set(file["state"]) == {f"blocks.{i}.norm_mlp.weight" for i in (0, 1)} and "teacher" in file["meta"]
     capfd.readouterr()

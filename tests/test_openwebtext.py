@@ -68,6 +68,26 @@ def test_nothing_large_is_fetched_unasked(name, monkeypatch, tmp_path):
         data.prepare_if_missing(folder, "some/model")
 
 
+@pytest.mark.parametrize(
+    "does, raised, said",
+    [
+        ("exit('no network')", SystemExit, "is missing; once python data/demo/prepare.py has made it, give"),
+        ("pass", KeyboardInterrupt, "was prepared; the same command begins anew"),
+    ],
+)
+def test_a_corpus_that_cannot_be_prepared_says_what_to_do(does, raised, said, monkeypatch, tmp_path, capfd):
+    folder = tmp_path / "data" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "prepare.py").write_text(does)
+    monkeypatch.setattr(data, "ROOT", tmp_path)
+    monkeypatch.setattr(data, "corpora", lambda: ["demo"])
+    if raised is KeyboardInterrupt:
+        monkeypatch.setattr(data.subprocess, "run", Mock(side_effect=raised))
+    with pytest.raises(raised):
+        data.prepare_if_missing(folder)
+    assert said in capfd.readouterr().err
+
+
 # --- the sets to evaluate on
 
 
