@@ -14,13 +14,13 @@ import torch
 
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from forms import config_of, from_file, skeleton, unfuse
+from forms import begun_as, config_of, from_file, skeleton, unfuse
 from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
-from nanonorm.files import begun_as, phase_and_gates, thin
+from nanonorm.files import phase_and_gates, thin
 from nanonorm.knobs import off
 from nanonorm.machine import autocast, uncompiled, versions
 from nanonorm.rotary import ROTARY_ANGLES

@@ -8,11 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from forms import config_of
+from forms import begun_as, config_of
 from model import ModelConfig, ModelKnobs
 from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
-from nanonorm.files import begun_as, phase_and_gates
+from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
 from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows

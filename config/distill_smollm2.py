@@ -19,7 +19,7 @@ batch_size = 8  # 8 * 256 = 2,048 tokens a step
 max_iters = 600  # 1.2 M tokens, each of the corpus about once
 learning_rate = 5e-5
 warmup_iters = 30
-dtype = "float32"  # in bfloat16 one run ended at a val/kl of 0.0087, where this has 0.0076
+dtype = "float32"  # val/kl ended at 0.0076 in TF32 on an H200 (n = 3), at 0.0087 in bfloat16 on a CPU (n = 1)
 
 eval_interval = 100
 log_interval = 10

@@ -135,7 +135,7 @@ def merge(network: nn.Module) -> float:
         worst = max(worst, error)
         linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
         wide = torch.promote_types(base.weight.dtype, torch.float32)
-        linear.weight = nn.Parameter(exact.get_base_layer().weight.detach().to(wide))
+        linear.weight = nn.Parameter(exact.get_base_layer().weight.detach().to(base.weight.device, wide))
         linear.bias = base.bias
         network.set_submodule(name, linear)
     return worst

@@ -108,7 +108,8 @@ class Distilled(nn.Module):
 
     def plain(self) -> tuple[nn.Module, float]:
         """(the student with its adapters merged into its weights, all of it in the type in which it trained;
-        how far off that is). The adapters are gone then. Raises: ModelError."""
+        how far off that is). The adapters are gone then, and the teacher is not to be used again: what both
+        share was widened. Raises: ModelError."""
         error = merge(self.student)
         self.student._apply(upcast)  # what was frozen in bfloat16
         return self.student.requires_grad_(True), error

@@ -8,11 +8,9 @@ import os
 import re
 import warnings
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 from nanonorm.errors import BadFile, BadInput, ModelError
-from nanonorm.knobs import IN_TRAINING
 
 try:
     import fcntl
@@ -304,16 +302,3 @@ def phase_and_gates(file: dict, path) -> tuple[str, list[float]]:
     if not (are_gates and isinstance(meta.get("corpus", {}), dict)):
         raise ModelError(f"{path} is of another version: its gate or its corpus is not what this one writes")
     return phase, gates
-
-
-def begun_as(base, phase: str, gates: list[float], where: str):
-    """The architecture (a ModelConfig) that a run has, or a teacher, which begins as the network of a file:
-    a taper that is over is unfused, its norms being scalings. Raises: BadInput in the middle of a taper."""
-    if base.taper == "none" and base.form == "unfused":
-        return replace(base, form="trained")  # nothing was unfused
-    if base.taper == "none" or base.form != "trained" or phase == "norm":
-        return base
-    if max(gates) > 0:
-        middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
-        raise BadInput(f"{where} {middle}; start from weights from before or after it")
-    return replace(base, form="unfused", **IN_TRAINING)

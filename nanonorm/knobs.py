@@ -56,8 +56,6 @@ class Since(NamedTuple):
 
 
 FREE, V2 = Anew("weights"), Since(2)
-# of a network, off in every form but the one that trains
-IN_TRAINING = dict(site_weight=0.0, site_far=0.0, site_until="blend", taper_ceiling=None)
 
 
 @cache
