@@ -114,9 +114,8 @@ def load_adapters(network: nn.Module, tensors, path, spread: bool = False):
 
 @torch.no_grad()
 def merge(network: nn.Module) -> float:
-    """Put adapters into the weights, in place: in float64, cast once, to what adapters train in (a bfloat16
-    weight would lose what they learned). A DoRA's magnitudes are of rows, and a fold scales columns, so this
-    comes before it.
+    """Put adapters into the weights, in place: in float64, cast back once. A DoRA's magnitudes are of rows,
+    and a fold scales columns, so this comes before it.
 
     Returns: the largest error of a layer in float64, relative to its largest output, on random inputs, which
     show any difference of two linear maps. Raises: ModelError if that is above MERGE_TOLERANCE.
@@ -134,8 +133,7 @@ def merge(network: nn.Module) -> float:
             raise ModelError(f"{name} with its adapter merged is off by {error:.1e}; not exported")
         worst = max(worst, error)
         linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
-        wide = torch.promote_types(base.weight.dtype, torch.float32)
-        linear.weight = nn.Parameter(exact.get_base_layer().weight.detach().to(base.weight.device, wide))
+        linear.weight = nn.Parameter(exact.get_base_layer().weight.detach().to(base.weight))
         linear.bias = base.bias
         network.set_submodule(name, linear)
     return worst

@@ -110,8 +110,8 @@ class Distilled(nn.Module):
         """(the student with its adapters merged into its weights, all of it in the type in which it trained;
         how far off that is). The adapters are gone then, and the teacher is not to be used again: what both
         share was widened. Raises: ModelError."""
+        self.student._apply(upcast)  # what is frozen in bfloat16 would round what adapters learned
         error = merge(self.student)
-        self.student._apply(upcast)  # what was frozen in bfloat16
         return self.student.requires_grad_(True), error
 
 
