@@ -90,10 +90,10 @@ class ModelKnobs:
     taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # times a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"
-    aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the anchor, a loss on the scale; the paper's is 0.1, 0 is off
-    # the scale loss's target: the running scale, frozen at gate_start, or each batch's
+    aux_weight: Annotated[NonNegative, FREE] = 0.0  # lambda of the anchor; the paper's is 0.1, 0 is off
+    # the anchor's target: the running scale, frozen at gate_start, or each batch's
     anchor_target: Annotated[Literal["fixed", "batch"], ANCHOR, FREE, V2] = "fixed"
-    # what the scale loss measures: (s - target)^2, or (s/target - 1)^2
+    # what the anchor measures: (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
     site_far: Annotated[NonNegative, *HOLDS] = 0.0  # in the site loss: of tokens far off the mean
