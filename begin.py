@@ -117,7 +117,9 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
             began = f"is not the teacher that the run in {cfg.out_dir} began with"
             raise BadInput(f"{path} {began}; name that one with --teacher=")
         if "adapters" in start.file:
-            start.file["state"] = teacher.state_dict() | start.file["state"]
+            matrix = teacher.tok_emb.weight.dtype  # its file's; the checkpoint's were narrowed to train
+            own = {n: t.to(matrix) if t.dim() >= 2 else t for n, t in start.file["state"].items()}
+            start.file["state"] = teacher.state_dict() | own
     return teacher
 
 
@@ -154,13 +156,14 @@ def untapered(file: dict, path, block_size: int, sink_token: int | None = None) 
     at most its own, and `sink_token` in front of each text, which to a network with norms is one more token.
     Raises: BadInput in the middle of a taper; ModelError."""
     base = begun_as(config_of(file, path), *phase_and_gates(file, path), path)
+    choices = ("taper", "aux_weight", "site_weight") if base.form == "trained" else ("aux_weight",)
+    plain = off(ModelConfig, *choices) | {"block_size": block_size}
     if base.sink_token is None and base.form == "trained":
-        base = replace(base, block_size=block_size, sink_token=sink_token)
-    if base.sink_token != sink_token:
+        plain["sink_token"] = sink_token
+    elif base.sink_token != sink_token:
         differs = f"sink_token={sink_token} differs from {base.sink_token} of {path}"
         raise BadInput(f"{differs}, which is {base.form}; give weights that have the same")
-    choices = ("taper", "aux_weight", "site_weight") if base.form == "trained" else ("aux_weight",)
-    return begun_from(file, replace(base, **off(ModelConfig, *choices), block_size=block_size), path)
+    return begun_from(file, replace(base, **plain), path)
 
 
 def provenance(model: Transformer, corpus: dict, device, dtype, ranks: int) -> dict:

@@ -36,7 +36,7 @@ from nanonorm.errors import one_line_errors
 from nanonorm.gates import Gates
 from nanonorm.metrics import at_ceiling, log_line
 from nanonorm.nonfinite import first_nonfinite
-from nanonorm.optimizer import Gradients, clip, make_optimizer
+from nanonorm.optimizer import Gradients, clip, hold_floors, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks, data_parallel, deal, local
 from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
 from nanonorm.scale import site_losses
@@ -166,6 +166,7 @@ class Step:
             self.optimizer.found_inf = (self.bad_step < self.cfg.max_iters).float()
         if self.fused or self.bad_step.item() == self.cfg.max_iters:  # the unfused one cannot skip by itself
             self.optimizer.step()
+        hold_floors(self.trained)
         take_norms(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return losses.stream, norms

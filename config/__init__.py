@@ -118,8 +118,7 @@ class Config(ModelKnobs):
             raise BadInput("dropout draws anew in each micro-batch, which a CUDA graph cannot; set one")
         if self.decay_lr and self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
-        if START.met(self):
-            check_gates(self)
+        check_gates(self)
         self.check_form()
         self.resolve_distillation()
         return self

@@ -29,6 +29,14 @@ def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
 
 
+def hold_floors(parameters: dict[str, torch.Tensor]):
+    """Bring each floor of CoupledNorm that a step took below 0 back to 0: the forward pass takes it for 0
+    there, and it would have no gradient ever after. parameters: those that train, by name."""
+    floors = [p.data for name, p in parameters.items() if name.endswith(".floor")]
+    if floors:
+        torch._foreach_clamp_min_(floors, 0.0)
+
+
 class Gradients:
     """The gradients of a step's parameters as this rank has them: whole, or in a sharded run the rows of
     matrices that are its own."""

@@ -141,15 +141,15 @@ def settle_gates(cfg):
 
 
 def check_gates(cfg):
-    """Refuse a taper without steps to calibrate on or to go down in, and an anchor whose scale is never
-    frozen. Raises: BadInput."""
-    if cfg.gate_start < 1:
+    """Refuse a taper without steps to calibrate on or to go down in, an anchor whose scale is never frozen,
+    and a site loss that would end where a taper's could not. Raises: BadInput."""
+    if reads_start(cfg) and cfg.gate_start < 1:
         remedy = "set gate_start (or warmup_iters) to 1 or more"
         raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
-    if not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
+    if reads_start(cfg) and not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
         raise BadInput(f"{steps}: there the anchor begins, or a site loss ends")
-    if tapers(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
+    if reads_end(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start}, gate_end={cfg.gate_end}, max_iters={cfg.max_iters}"
         if cfg.gate_end > cfg.max_iters:
             remedy = f"end it at {cfg.max_iters} at the latest, or train longer"
@@ -161,7 +161,8 @@ def check_gates(cfg):
                 remedy += f", where gate_end_ratio={cfg.gate_end_ratio} puts its end"
             if cfg.warmup_iters == cfg.gate_start:
                 remedy += "; gate_start is warmup_iters, unless it is set"
-        raise BadInput(f"the gate needs gate_start < gate_end <= max_iters, not {steps}; {remedy}")
+        who = "the gate" if tapers(cfg) else "a site loss, which ends as a gate does,"
+        raise BadInput(f"{who} needs gate_start < gate_end <= max_iters, not {steps}; {remedy}")
 
 
 def gate_remarks(cfg) -> list[str]:

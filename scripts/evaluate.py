@@ -247,9 +247,9 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     return k, names
 
 
-def checked(names: list[str], texts: list[Text]) -> list[Network]:
-    """Every network once, before hours are spent on the first, without its weights unless it is the only one.
-    Raises: BadInput for a text in other tokens."""
+def checked(names: list[str], texts: list[Text], kl: bool) -> list[Network]:
+    """Every network once, before hours are spent on the first, without its weights if it is not the only one.
+    Raises: BadInput for a text in other tokens, and for the KL of a network that has others."""
     networks = []
     for name in names:
         network = open_network(name)
@@ -263,6 +263,9 @@ def checked(names: list[str], texts: list[Text]) -> list[Network]:
         if len(names) > 1:
             network.model = None
         networks.append(network)
+        if kl and network.vocab_size != networks[0].vocab_size:
+            differs = f"{name} predicts {network.vocab_size} token ids, {names[0]} {networks[0].vocab_size}"
+            raise BadInput(f"{differs}: they have no KL; leave --kl out, or one of them")
     return networks
 
 
@@ -282,7 +285,7 @@ def main(argv: list[str]):
     if k.dtype == "float64" and device.type == "mps":
         raise BadInput("mps has no float64; use --dtype=float32")
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
-    networks = checked(names, texts)
+    networks = checked(names, texts, k.kl)
     T = common_block_size(k, networks, texts)
     machine = hardware(device)
     print(f"machine  {machine}; torch {torch.__version__}; {k.dtype}")

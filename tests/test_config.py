@@ -612,6 +612,9 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         ),
         (["--warmup_iters=900", "--lr_decay_iters=900"], "warmup_iters=900 must be below lr_decay_iters=900"),
         (["--aux_weight=0.1", "--gate_start=10000"], "gate_start=10000 must be below max_iters=10000"),
+        (["--site_weight=1", "--gate_end=50"], "a site loss, which ends as a gate does, needs gate_start <"),
+        (["--site_weight=1", "--gate_end_ratio=0.05"], "before 500, where gate_end_ratio=0.05 puts its end"),
+        (["--site_weight=1", "--gate_end=10001"], "max_iters=10000; end it at 10000 at the latest"),
         (["--min_lr=1e-2"], "min_lr=0.01 must not exceed learning_rate=0.0003"),
     ],
 )

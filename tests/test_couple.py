@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import scale_of_difference, tiny, tokens
+from conftest import batch, scale_of_difference, tiny, tokens
 from running import flags, refused, train
-from test_distill import every_family, student_of, teacher_of
+from test_distill import every_family, student_of, taught_step, teacher_of
 from tqdm import tqdm
 
 from begin import untapered
@@ -87,6 +87,22 @@ def test_a_coupled_block_divides_by_what_alpha_and_floor_make_of_the_attentions_
         h = x + block.attn.proj(block.attn(x / sigma * block.norm_attn.weight, rope))
         out = h + block.mlp(h / second * block.norm_mlp.weight)
         assert scale_of_difference(student.blocks[i](x, rope), out) < 1e-12
+
+
+def test_a_floor_that_a_step_takes_below_0_trains_on():
+    """Pushed down for some steps it is 0, no lower, and has its gradient: pulled, it is above 0 at once."""
+    student, (x, y) = student_of(teacher_of()).train(), batch(T=16)
+    step = taught_step(student, student)
+    floors = [name for name in step.trained if name.endswith(".floor")]
+    for k in range(4):
+        for name in floors:
+            step.trained[name].data.fill_(-0.1)
+        step.at(k)
+        _, norms = step(x[None], y[None])
+        assert all(step.trained[name] == 0 for name in floors) and len(floors) == 2
+    _, norms = step(x[None], y[None])
+    of_floors = dict(zip(step.trained, norms.tolist(), strict=True))
+    assert all(of_floors[name] > 0 for name in floors)
 
 
 @every_family

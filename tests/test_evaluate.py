@@ -178,6 +178,12 @@ def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
     assert expected > 1e-3 and rows[1]["kl"] == pytest.approx(expected, rel=1e-9) and rows[0]["kl"] is None
     assert f"{expected:.5f}" in said
     assert run(capsys, *flags)[1] == [row | {"kl": None} for row in rows]
+    padded = put(tiny("layernorm", vocab_size=BPE_SIZE + 8, block_size=16), tmp_path / "padded")
+    assert len(run(capsys, folders[0], padded, f"--data={text}")[1]) == 2
+    with refuses(
+        f"padded predicts {BPE_SIZE + 8} token ids, ", f" {BPE_SIZE}: they have no KL; leave --kl out"
+    ):
+        run(capsys, folders[0], padded, f"--data={text}", "--kl=True")
 
 
 # --- whatever holds a network

@@ -15,7 +15,8 @@ from test_convert import CONVERT, assert_generates, convert, facts, ids, network
 from test_generation import ragged
 
 import bench
-from begin import untapered
+from begin import make_trained, untapered
+from config import Config
 from data.tokenizer import load_tokenizer
 from forms import FORMS, fold, load_model, proved, unfuse
 from model import Taper, Transformer
@@ -26,6 +27,7 @@ from nanonorm.generation import aligned
 from nanonorm.hub import write_pretrained
 from nanonorm.kernels import NOT_COUNTED
 from nanonorm.onnx import Session, export, export_with_past
+from nanonorm.run import Beginning, given_weights, read_checkpoint
 from nanonorm.scale import site_losses
 from sample import prompt_ids
 from scripts.exports.networks import open_network
@@ -257,9 +259,36 @@ def test_a_student_learns_from_the_plain_network_behind_the_token():
         q = student(x).log_softmax(-1)
         kl = (p.exp() * (p - q)).sum(-1).mean()
     assert scale_of_difference(losses.kl, kl) <= 1e-9
+    kept = tiny("rmsnorm-internal", phase="norm", calib_skip_first=True)
+    assert (
+        untapered(kept.to_file({"phase": "norm", "gate": 1.0}), "file", 16, S).config.sink_token == S
+    )  # the taper's knobs go with it
     finished = unfuse(other.eval()).to_file({"phase": "scale", "gate": 0.0})
     with refuses("sink_token=7 differs from None of file, which is unfused"):
         untapered(finished, "file", 16, S)
+
+
+def test_adapters_of_a_network_without_norms_go_on_in_bfloat16(tmp_path, monkeypatch):
+    """What the slot holds is written as it was narrowed to train, beside a teacher's file in float32."""
+    monkeypatch.setattr("begin.refuse_other_tokens", lambda *_: None)
+    base, source = tmp_path / "base.pt", tmp_path / "ckpt.pt"
+    network = unfuse(sunk(tiny("rmsnorm-internal", dtype=torch.float32)).eval())
+    write_file(network.to_file({}), base)
+    of_run = {"init_from": str(base), "teacher": str(base), "adapter": "lora", "adapter_rank": 2}
+    asked = Config(out_dir=str(tmp_path), **of_run)
+    file, given = given_weights(asked.init_from)
+    settings = asked.started_from(file, set(of_run), str(given)).resolve()
+    corpus = dict.fromkeys(("tokenizer_sha256", "train_sha256", "val_sha256"), "x")
+    corpus |= {"vocab_size": network.config.vocab_size, "end_token_id": 0}
+    _, pair = make_trained(Beginning(settings, file, given=given), corpus, tmp_path, torch.bfloat16)
+    state = {"optimizer": {}, "run": asdict(settings), "progress": {"iter": 1}}
+    meta = {"corpus": corpus, "phase": "scale", "gate": pair.student.gate.tolist()}
+    write_file(pair.to_file(meta) | state, source)
+    resumed = Beginning(settings, read_checkpoint(source, Config), source=source)
+    again, _ = make_trained(resumed, corpus, tmp_path, torch.bfloat16)
+    assert again.sink_k.dtype == torch.bfloat16
+    for name, tensor in pair.student.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 RUN = dict(sink_token=3, max_iters=24, gate_start=8, gate_end=20, ckpt_interval=12)

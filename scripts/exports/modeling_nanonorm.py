@@ -57,8 +57,9 @@ class Handed(nn.Module):
 
 class CoupledLayer(LlamaDecoderLayer):
     """Both norms divide by r, the root mean square of the layer's input (CoupledNorm), their gains being
-    folded; the second, with config.coupled_floor, by sqrt(r^2 + floor). There r is a constant to the
-    gradient, unless config.coupled_grad."""
+    folded; the second, with config.coupled_floor, by sqrt(r^2 + floor), a floor below 0 being 0 (who trains
+    on brings it back to 0 after each step: it has no gradient below). There r is a constant to the gradient,
+    unless config.coupled_grad."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
