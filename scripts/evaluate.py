@@ -247,7 +247,7 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     return k, names
 
 
-def checked(names: list[str], texts: list[Text], kl: bool) -> list[Network]:
+def checked(names: list[str], texts: list[Text], kl: bool = False) -> list[Network]:
     """Every network once, before hours are spent on the first, without its weights if it is not the only one.
     Raises: BadInput for a text in other tokens, and for the KL of a network that has others."""
     networks = []
