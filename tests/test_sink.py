@@ -260,9 +260,8 @@ def test_a_student_learns_from_the_plain_network_behind_the_token():
         kl = (p.exp() * (p - q)).sum(-1).mean()
     assert scale_of_difference(losses.kl, kl) <= 1e-9
     kept = tiny("rmsnorm-internal", phase="norm", calib_skip_first=True)
-    assert (
-        untapered(kept.to_file({"phase": "norm", "gate": 1.0}), "file", 16, S).config.sink_token == S
-    )  # the taper's knobs go with it
+    kept = kept.to_file({"phase": "norm", "gate": 1.0})
+    assert untapered(kept, "file", 16, S).config.sink_token == S  # the taper's knobs are let go
     finished = unfuse(other.eval()).to_file({"phase": "scale", "gate": 0.0})
     with refuses("sink_token=7 differs from None of file, which is unfused"):
         untapered(finished, "file", 16, S)
