@@ -43,6 +43,7 @@ import tempfile
 import tomllib
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -54,6 +55,11 @@ from nanonorm.log import say
 from nanonorm.typed import Count
 from scripts import sweep
 
+PACKAGES = {
+    "scripts/report.py": "matplotlib",
+    "scripts/stream.py": "matplotlib",
+    "scripts/harness/run.py": "lm_eval",
+}
 STUDIES = Path(__file__).with_name("studies")
 KINDS = ("sweep", "train", "run")
 TOY_CORPUS = {
@@ -193,10 +199,15 @@ class Study:
         self.unfinished = 0
 
     def work(self) -> int:
-        """Do what is left. Returns the exit status: 1 if a run is not finished. Raises: BadInput."""
-        for step in self.steps:
-            if self.k.only and step.name not in (None, *self.k.only):
-                continue
+        """Do what is left. Returns the exit status: 1 if a run is not finished. Raises: BadInput, before the
+        first step if a package is missing that a later one needs."""
+        steps = [step for step in self.steps if not self.k.only or step.name in (None, *self.k.only)]
+        for step in steps:
+            package = PACKAGES.get(step.words[0])
+            if package and not step.optional and not self.is_done(step) and find_spec(package) is None:
+                without = f"; --only= without {step.name} leaves it out" if step.name else ""
+                raise BadInput(f"{step.words[0]} needs {package}: pip install -e '.[dev,export]'{without}")
+        for step in steps:
             if self.is_done(step):
                 say(f"done before: {shlex.join(step.words)[:90]}")
             else:

@@ -171,6 +171,25 @@ def chain(toy, tmp_path):
     return run
 
 
+def test_a_package_that_a_later_step_needs_is_asked_for_before_any_work(toy, tmp_path, monkeypatch):
+    steps = f"""
+[[steps]]
+name = "first"
+makes = "{{out}}/a"
+run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
+[[steps]]
+name = "tasks"
+makes = "{{out}}/b"
+run = "scripts/harness/run.py {{out}}/a"
+"""
+    monkeypatch.setattr(study, "find_spec", lambda name: None)
+    (error,) = toy(steps, ends=2)
+    assert "needs lm_eval: pip install" in error and error.endswith("--only= without tasks leaves it out")
+    assert not (tmp_path / "out/a").exists()
+    toy(steps, "--only=first")
+    assert (tmp_path / "out/a").exists()
+
+
 def test_a_step_that_was_done_is_not_done_again(chain, tmp_path):
     assert chain() == {"a", "b", "c"} and chain() == set()
     assert (tmp_path / "out/c").read_text() == "\n<|endoftext|>\n".join("xyxy")
