@@ -209,7 +209,8 @@ class Study:
                 raise BadInput(f"{step.words[0]} needs {package}: pip install -e '.[dev,export]'{without}")
         for step in steps:
             if self.is_done(step):
-                say(f"done before: {shlex.join(step.words)[:90]}")
+                why = f"{step.unless} is there, and taken as it is" if step.unless else "done before"
+                say(f"{why}: {shlex.join(step.words)[:90]}")
             else:
                 getattr(self, step.kind)(step)
         return 1 if self.unfinished else 0

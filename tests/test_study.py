@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from scripts import study, sweep
+from scripts.studies import gpt2
 
 NAMES = study.names_of_studies()
 
@@ -79,6 +81,37 @@ def test_every_grid_of_the_small_config_can_be_planned():
                 ends = c["taper"] != "none" or (c["site_weight"] > 0 and c["site_until"] == "blend")
                 assert ends == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
     assert len(folders) == len(study.load("tinystories_small")["values"]["grid"])
+
+
+def test_the_commands_of_the_results_make_the_runs_that_their_tables_read():
+    """Of the small config: each folder that a table names; of a star runs alone, not the logs beside them."""
+    steps = [step for step in planned("tinystories_small") if step.name]
+    runs = {}  # a grid's key -> its folder, those of its runs, and their logs
+    for step in steps:
+        if step.kind == "sweep":
+            k, files, axes = sweep.read_command(step.words)
+            folders = [str(run.folder) for run in sweep.grid(k, files, axes)]
+            runs[step.key] = [k.out, *folders, *(f"{folder}.log" for folder in folders)]
+    rows = (ROOT / "results/README.md").read_text()
+    commands = set(re.findall(r"tinystories_small [^`]*?--only=([\w,]+)", rows))
+    assert len(commands) > 12
+    for only in [*sorted(commands), ",".join(step.name for step in steps)]:
+        chosen = [step for step in steps if step.name in only.split(",")]
+        there = [path for step in chosen for path in runs.get(step.key, [])]
+        for word in (word for step in chosen if step.kind == "run" for word in step.words):
+            if word.startswith("out/small/"):
+                found = [path for path in there if PurePath(path).match(word)]
+                assert found or "*" in word, f"--only={only} does not make {word}"
+                assert not [path for path in found if path.endswith(".log")], f"{word} is also of logs"
+
+
+def test_each_protocol_of_gpt2_small_has_a_row_of_its_own():
+    assert set(study.load("gpt2_small")["values"]["protocol"]) <= set(gpt2.TABLED)
+    rows = [
+        {"model": f"out/{name}", "data": "books", "ce": 3.0} for name in ("gpt2_tiny", "small/other/seed1")
+    ]
+    with pytest.raises(BadInput, match="out/gpt2_tiny and out/small/other/seed1 have one place"):
+        gpt2.losses({"rows": rows})
 
 
 def test_a_name_that_is_always_there_is_not_a_studys_own():

@@ -25,7 +25,7 @@ from scripts.studies.runs import FinishedRun, about, load_all, load_base, read_j
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
-SITE = ("vanilla_site", "internal_site", "internal_site_alone")  # with a site loss; alone: without the anchor
+SITE = ("vanilla_site", "internal_site", "internal_alone", "internal_site_alone")  # alone: without the anchor
 TABLED = (*PROTOCOLS, WITH_FIRST, *SITE)
 AGAINST = (
     ("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"),
@@ -90,7 +90,11 @@ def losses(evaluated: dict) -> dict[str, dict[tuple, dict]]:
             raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
         path = Path(row["model"])
         key = (path.parent.name, path.name) if path.parent.name in TABLED else ("before", "")
-        found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})[key] = row
+        of_text = found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})
+        if key in of_text:
+            names = f"{of_text[key]['model']} and {row['model']}"
+            raise BadInput(f"{names} have one place in evaluation.json; protocols are {', '.join(TABLED)}")
+        of_text[key] = row
     return found
 
 
