@@ -55,7 +55,7 @@ from nanonorm.log import say
 from nanonorm.typed import Count
 from scripts import sweep
 
-PACKAGES = {
+PACKAGES = {  # what a step's script needs that requirements.txt does not have, and may need only after hours
     "scripts/report.py": "matplotlib",
     "scripts/stream.py": "matplotlib",
     "scripts/harness/run.py": "lm_eval",

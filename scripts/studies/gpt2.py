@@ -25,7 +25,7 @@ from scripts.studies.runs import FinishedRun, about, load_all, load_base, read_j
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
-SITE = ("vanilla_site", "internal_site", "internal_alone", "internal_site_alone")  # alone: without the anchor
+SITE = ("vanilla_site", "internal_site", "internal_alone", "internal_site_alone")  # site: with a site loss
 TABLED = (*PROTOCOLS, WITH_FIRST, *SITE)
 AGAINST = (
     ("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"),
