@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import batch, randomize, refuses, scale_of_difference, slow, state_of, tiny, tiny_config, tokens
 from running import assert_same, assert_same_run, cut_back, final, flags, metrics, refused, train
-from test_taper import EXACT, normalized, stream, taper_norm
+from test_taper import EXACT, stream, taper_norm
 
 from begin import begun_from
 from config import Config
@@ -148,34 +148,6 @@ def scale_of(h, centre: bool):
     return (h.var(-1, correction=0) if centre else h.square().mean(-1)).add(1e-6).sqrt()
 
 
-IN_BLEND = [(1.0,), (0.0,), (0.3,), (0.0, 1.0), (0.9, 0.2)]
-
-
-@pytest.mark.parametrize("centre", [False, True])
-@pytest.mark.parametrize(
-    "phase, gates", [("norm", (1.0,)), ("scale", (0.0,)), ("eval", (0.0,)), *(("blend", g) for g in IN_BLEND)]
-)
-def test_a_site_is_the_formula_with_one_gain_values_and_gradients(centre, phase, gates):
-    """Outside of the blend whatever the gate."""
-    norm = taper_norm(centre, "blend" if phase == "eval" else phase, eps=0.02, kind=MeanScaleTaper)
-    norm.train(phase != "eval")
-    h = stream(2, 3).requires_grad_()
-    assert [name for name, _ in norm.named_parameters()] == ["weight", "bias"][: 1 + centre]
-    x, xhat = normalized(h, centre, 0.02)
-    shift = norm.bias if centre else 0
-    wanted = [g * xhat * norm.weight + (1 - g) * norm.c * x * norm.weight + shift for g in gates]
-    norm.gate, *rest = torch.tensor(gates if phase == "blend" else (0.7,), dtype=torch.float64).unbind()
-    norm.gate_values = rest[0] if rest else norm.gate
-    ours = norm(h, both=True) if rest else [norm(h)]
-    direction = stream(len(gates), 2, 3, seed=1)
-    parameters = [h, *norm.parameters()]
-    for a, b in zip(ours, wanted, strict=True):
-        assert scale_of_difference(a, b) <= EXACT
-    found = [torch.autograd.grad((torch.stack(y) * direction).sum(), parameters) for y in (ours, wanted)]
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
-
-
 def test_a_blend_centres_once(monkeypatch):
     """One input serves both gates, and the statistic as well."""
     seen, centred = [], LayerNorm.centred
@@ -300,14 +272,6 @@ def test_the_batchs_own_target(variant, unit, phase):
     model.eval()
     model(idx[:, :4], targets[:, :4])
     assert model.anchor.target_now().item() == pytest.approx(target, rel=1e-12)  # of training's batches
-
-
-def test_a_fixed_target_in_relative_units():
-    model = tiny("layernorm", phase="blend", aux_weight=0.5, anchor_unit="relative")
-    model.anchor.target.fill_(1.7)
-    losses = model(*batch())
-    s = scale_of(losses.stream, centre=True)
-    assert losses.aux.item() == pytest.approx(0.5 * (s / 1.7 - 1).square().mean().item(), rel=1e-10)
 
 
 # --- targets that do not count

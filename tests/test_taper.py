@@ -30,8 +30,6 @@ from nanonorm.scale import observe_step
 EXACT = 1e-12  # float64: the same few operations in another order, 1e-16 each
 RATE = 0.01  # ema_rate's default, the paper's mu
 
-KINDS = {"rms": False, "ln": True}  # name -> centre
-both_kinds = pytest.mark.parametrize("centre", KINDS.values(), ids=KINDS)
 TAPERED = [name for name, options in VARIANTS.items() if options.get("taper", "none") != "none"]
 every_tapered = pytest.mark.parametrize("variant", TAPERED)
 every_fitted = pytest.mark.parametrize("variant", [v for v in TAPERED if "calibration" not in VARIANTS[v]])
@@ -62,39 +60,44 @@ def normalized(h, centre: bool, eps: float):
     return x, x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) / h.shape[-1] + eps)
 
 
-def at(g, norm, h):
-    """A taper's output at a gate."""
-    norm.gate = torch.tensor(g, dtype=torch.float64)
-    return norm(h)
-
-
 # --- the formula
 
 GATE = st.floats(0, 1) | st.sampled_from([0.0, 1.0])
+GAINS = {Taper: ["weight", "weight_tilde"], MeanScaleTaper: ["weight"]}  # of the norm and of the scaling
 
 
-@given(g=GATE, seed=st.integers(0, 2**16), centre=st.booleans(), eps=st.sampled_from([1e-6, 0.05]))
-def test_blend_is_the_formula_between_the_ends_values_and_gradients(g, seed, centre, eps):
-    norm, h = taper_norm(centre, "blend", seed, eps=eps), stream(2, 3, seed=seed).requires_grad_()
+@pytest.mark.parametrize("kind", GAINS)
+@pytest.mark.parametrize("how", ["norm", "blend", "scale", "eval"])
+@given(
+    gates=st.tuples(GATE, GATE),
+    seed=st.integers(0, 2**16),
+    centre=st.booleans(),
+    eps=st.sampled_from([1e-6, 0.05]),
+)
+def test_a_taper_is_its_formula_values_and_gradients(how, kind, gates, seed, centre, eps):
+    """At its gate in the blend, where FakeLN's has a second one for values; elsewhere whatever the gate."""
+    norm = taper_norm(centre, "blend" if how == "eval" else how, seed, eps, kind).train(how != "eval")
+    h = stream(2, 3, seed=seed).requires_grad_()
+    parameters = dict(norm.named_parameters())
+    assert [*parameters] == GAINS[kind] + ["bias"] * centre
     x, xhat = normalized(h, centre, eps)
-    wanted = g * xhat * norm.weight + (1 - g) * norm.c * x * norm.weight_tilde + (norm.bias if centre else 0)
-    ours = at(g, norm, h)
-    assert scale_of_difference(ours, wanted) <= EXACT
-    weights = stream(2, 3, seed=seed + 1)  # a random direction: every component of the gradient counts
-    parameters = [h, *norm.parameters()]
-    found = [torch.autograd.grad((y * weights).sum(), parameters) for y in (ours, wanted)]
+    gain, fixed = norm.weight, parameters.get("weight_tilde", norm.weight)
+
+    def formula(g):
+        return g * xhat * gain + (1 - g) * norm.c * x * fixed + (norm.bias if centre else 0)
+
+    norm.gate, norm.gate_values = torch.tensor(gates, dtype=torch.float64).unbind()
+    ours, wanted = [norm(h)], [formula({"norm": 1, "blend": gates[0]}.get(how, 0))]
+    if how == "blend" and kind is MeanScaleTaper:
+        ours += norm(h, both=True)
+        wanted += map(formula, gates)
+    for a, b in zip(ours, wanted, strict=True):
+        assert scale_of_difference(a, b) <= EXACT
+    direction = stream(len(ours), 2, 3, seed=seed + 1)  # a random one: all of the gradient counts
+    totals, leaves = [(torch.stack(y) * direction).sum() for y in (ours, wanted)], [h, *parameters.values()]
+    found = [torch.autograd.grad(total, leaves, materialize_grads=True) for total in totals]
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
-
-
-@both_kinds
-@pytest.mark.parametrize("how", ["scale", "eval"])
-def test_the_scale_phase_and_evaluation_are_the_fixed_scaling_whatever_the_gate(centre, how):
-    norm = taper_norm(centre, "scale" if how == "scale" else "blend").train(how != "eval")
-    h = stream(2, 5)
-    x, _ = normalized(h, centre, 0.0)
-    wanted = norm.c * x * norm.weight_tilde + (norm.bias if centre else 0)
-    assert scale_of_difference(at(0.8, norm, h), wanted) <= EXACT
 
 
 @every_tapered
@@ -423,10 +426,10 @@ def input_of_final_norm(model, idx, targets):
     return kept[0], torch.autograd.grad(loss, kept[0])[0]
 
 
+@pytest.mark.parametrize("unit", ["absolute", "relative"])
 @pytest.mark.parametrize("variant", ["rmsnorm-internal", "layernorm-internal-aux", "cbwc", "coupled", "dyt"])
-def test_the_anchor_is_zero_then_pulls_to_the_frozen_target(variant):
-    weight = 0.37
-    model = in_norm_phase(variant, aux_weight=weight)
+def test_the_anchor_is_zero_then_pulls_to_the_frozen_target(variant, unit):
+    model = in_norm_phase(variant, aux_weight=0.37, anchor_unit=unit)
     for step in range(3):
         losses = model(*batch(seed=step))
         assert losses.aux.item() == 0 and losses.total.item() == losses.ce.item()
@@ -439,25 +442,25 @@ def test_the_anchor_is_zero_then_pulls_to_the_frozen_target(variant):
         losses = model(*batch(seed=9))
         x, _ = normalized(losses.stream, variant.startswith("layernorm"), 0.0)
         s = (x.square().mean(-1) + 1e-6).sqrt()
+        gaps = s - average if unit == "absolute" else s / average - 1
         assert model.anchor.target.item() == average
-        assert losses.aux.item() == pytest.approx(weight * (s - average).square().mean().item(), rel=1e-10)
+        assert losses.aux.item() == pytest.approx(0.37 * gaps.square().mean().item(), rel=1e-10)
         assert losses.total.item() == pytest.approx(losses.ce.item() + losses.aux.item(), rel=EXACT)
         assert losses.aux.item() > 0
 
 
-@both_kinds
-def test_proposition_4_3_the_anchors_gradient_is_radial_and_linear_in_the_distance(centre):
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_proposition_4_3_the_anchors_gradient_is_radial_and_linear_in_the_distance(norm):
     """d/dh aux = lambda 2 (s - s_tgt)/N h/(D s), N tokens; for LayerNorm h is h - mean(h)."""
-    weight, (idx, targets) = 0.37, batch(3, 16)
-    model = tiny("layernorm" if centre else "rmsnorm", aux_weight=weight, norm_eps=0.02)
+    model = tiny(norm, aux_weight=0.37, norm_eps=0.02)
     model.anchor.target.fill_(4.0)
-    h, with_aux = input_of_final_norm(model, idx, targets)
-    plain = tiny("layernorm" if centre else "rmsnorm", norm_eps=0.02)  # the same weights, no anchor
-    same_h, without = input_of_final_norm(plain, idx, targets)
+    h, with_aux = input_of_final_norm(model, *batch(3, 16))
+    plain = tiny(norm, norm_eps=0.02)  # the same weights, no anchor
+    same_h, without = input_of_final_norm(plain, *batch(3, 16))
     assert torch.equal(h, same_h)
-    x, _ = normalized(h, centre, 0.0)
+    x, _ = normalized(h, norm == "layernorm", 0.0)
     s = torch.sqrt(x.square().mean(-1, keepdim=True) + 0.02)
-    wanted = weight * 2 * (s - 4.0) / (3 * 16) * x / (24 * s)
+    wanted = 0.37 * 2 * (s - 4.0) / (3 * 16) * x / (24 * s)
     assert scale_of_difference(with_aux - without, wanted) <= 1e-10  # a difference of two gradients of size 1
     assert (s > 4.0).any() and (s < 4.0).any()  # both directions are seen
 
@@ -504,7 +507,6 @@ def test_the_norm_phase_runs_the_baselines_kernels(norm):
 
 
 def test_randomize_leaves_no_gain_at_one_and_no_shift_at_zero():
-    """The promise that the other tests lean on."""
     for name, p in tiny("layernorm-all").named_parameters():
         if p.dim() == 1:
             assert ((p - 1).abs() > 1e-4).all() and (p.abs() > 1e-4).all(), name
