@@ -64,6 +64,7 @@ FOUND = {
     "convnext": (1, 7, 0),  # depthwise convolutions read the stream
     "wav2vec2": (0, 7, 0),
     "wav2vec2-stable": (7, 8, 1),
+    # nn.TransformerEncoder, whose fused inference path reads the norm's parameters itself
     "torch-prenorm": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
     "torch-postnorm": (0, 4, 0),
 }
@@ -88,7 +89,6 @@ def test_any_depth_is_built():
 
 def folds(name: str, way: str):
     """Fold, then compare from outside: other random values, other inputs, float64 if that runs."""
-    torch.manual_seed(0)
     e = build(name, layers=2, tied=False if way == "untied" else None)
     dtype, tolerance = (torch.float32, 1e-5) if name in IN_FLOAT32 else (torch.float64, 1e-9)
     model = randomize(e.model).to(dtype)
@@ -130,14 +130,12 @@ def test_models_without_layernorm_are_left_alone(name):
     e = build(name, layers=2)
     report = find(e.model, e.inputs, untie=True)
     assert not report.norms and not report.centre and not report.ops
-    with torch.no_grad():
-        table = next(m for m in e.model.modules() if isinstance(m, nn.Embedding)).weight
-        other = randomize(copy.deepcopy(e.model)).double()
-        want = outputs_of(other, e.inputs, e.outputs)[0]
-        w = next(m for m in other.modules() if isinstance(m, nn.Embedding)).weight
-        w -= w.mean(1, keepdim=True)
-        got = outputs_of(other, e.inputs, e.outputs)[0]
-        assert table.shape == w.shape and scale_of_difference(got, want) > 1e-6
+    model = randomize(e.model).double()
+    table = next(m for m in model.modules() if isinstance(m, nn.Embedding)).weight
+    want = outputs_of(model, e.inputs, e.outputs)[0]
+    table.data -= table.data.mean(1, keepdim=True)
+    got = outputs_of(model, e.inputs, e.outputs)[0]
+    assert scale_of_difference(got, want) > 1e-6
 
 
 @pytest.mark.parametrize(("name", "layers", "printed", "sound"), [("bert", 12, 24, 1), ("bloom", None, 5, 5)])
@@ -149,14 +147,6 @@ def test_the_printed_algorithm_gives_the_papers_counts(name, layers, printed, so
     assert (report.folded, len(report.norms)) == (printed, 25 if name == "bert" else 6) and not report.ops
     assert report.errors["given"] > 1e-3 and report.errors["random"] > 1e-3 and not report.certified
     assert find(model, e.inputs).folded == sound
-
-
-def test_hidden_states_that_are_returned_block_the_stream():
-    """CLIP returns its vision tower's raw stream; `outputs` says that only the similarities are wanted."""
-    e = build("clip", layers=2)
-    everything, similarities = find(e.model, e.inputs), find(e.model, e.inputs, outputs=e.outputs)
-    assert everything.folded < similarities.folded
-    assert any("returned by the model" in n.reason for n in everything.norms)
 
 
 def test_layer_scale_is_absorbed():
@@ -180,7 +170,6 @@ def losses(model, inputs):
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "whisper", "vit"])
 def test_centred_training_is_layernorm_training(name):
     """Conv1D, convolutions, position tables, operations behind tied tables: one AdamW run, dropout idle."""
-    torch.manual_seed(0)
     e = build(name, layers=2)
     model = randomize(e.model)
     report, inputs = find(model, e.inputs), cast_inputs(e.inputs)
