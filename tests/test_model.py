@@ -20,6 +20,7 @@ from conftest import (
 from hypothesis import given
 from hypothesis import strategies as st
 from running import assert_same, compiling
+from test_taper import normalized
 
 from forms import FORMS, fold, load_model
 from model import Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
@@ -258,15 +259,11 @@ def test_generation_stops_at_stop_id_row_by_row():
     model, prompt = tiny("rmsnorm", std=0.5, tie_embeddings=False), tokens(2, 4, seed=1)
     free = model.generate(prompt, 24, temperature=0)
     new = free[:, 4:].tolist()
-    # a token that both rows say, and the faster one goes on to say something else before the slower one has
-    # said it
-    both = [(t, [row.index(t) for row in new]) for t in new[0] if t in new[1]]
-    stop, firsts = next(
-        (t, at)
-        for t, at in both
-        if any(set(row[min(at) : max(at)]) - {t} for row in new if row.index(t) == min(at))
-    )
+    stop = max(set(new[0]) & set(new[1]), key=lambda t: abs(new[0].index(t) - new[1].index(t)))
+    firsts = [row.index(stop) for row in new]
     assert min(firsts) < max(firsts) < 23
+    faster = new[firsts.index(min(firsts))]  # it goes on to say something else before the slower one is there
+    assert set(faster[min(firsts) : max(firsts)]) != {stop}
     stopped = model.generate(prompt, 24, temperature=0, stop_id=stop)
     assert stopped.shape[1] == 4 + max(firsts) + 1  # ends when the slower row has said it
     for row, (first, text) in enumerate(zip(firsts, new, strict=True)):
@@ -278,15 +275,10 @@ def test_generation_stops_at_stop_id_row_by_row():
 # --- each norm against its formula
 
 
-def plain_rms(h, weight, eps: float, bias=None):
-    """RMSNorm as the papers print it."""
-    y = h / torch.sqrt(h.pow(2).sum(-1, keepdim=True) / h.shape[-1] + eps) * weight
+def printed(h, centre: bool, eps: float, weight, bias=None):
+    """RMSNorm as the papers print it; LayerNorm is that of what is left when the mean is gone."""
+    y = normalized(h, centre, eps)[1] * weight
     return y if bias is None else y + bias
-
-
-def plain_layernorm(h, weight, eps: float, bias=None):
-    """LayerNorm as the papers print it: RMSNorm of what is left when the mean is gone."""
-    return plain_rms(h - h.sum(-1, keepdim=True) / h.shape[-1], weight, eps, bias)
 
 
 def coupled_by_formula(model, idx, through: bool, from_layer: int):
@@ -350,10 +342,10 @@ def test_rmsnorm_and_layernorm_are_their_formulas(variant):
     model = tiny(variant, norm_eps=0.03)  # an epsilon that shows
     sizes = torch.logspace(-2, 2, 5, dtype=torch.float64).view(5, 1, 1)
     h = torch.randn(5, 7, 24, dtype=torch.float64) * sizes + 0.4
-    formula = plain_layernorm if variant.startswith("layernorm") else plain_rms
+    centre = variant.startswith("layernorm")
     for norm in (model.blocks[0].norm_attn, model.norm_final):
         assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
-        assert scale_of_difference(norm(h), formula(h, norm.weight, 0.03, norm.bias)) <= EXACT
+        assert scale_of_difference(norm(h), printed(h, centre, 0.03, norm.weight, norm.bias)) <= EXACT
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -364,7 +356,7 @@ def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
     fixed = torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_()
     norm = (h, weight, bias if shift else None, 0.03, fixed if shift else None)
     assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
-    wanted = plain_rms(h, weight, 0.03, norm[2]) + shift * fixed * h
+    wanted = printed(h, False, 0.03, weight, norm[2]) + shift * fixed * h
     assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], wanted) <= EXACT
     down = torch.randn(5, 6, dtype=torch.float64, generator=rng).requires_grad_()
     frozen = [t.detach() if t is not None and t is not h and not isinstance(t, float) else t for t in norm]
@@ -441,7 +433,6 @@ def test_statistics_are_float32_under_bfloat16_autocast(kind, shift, phase, stre
     """A mean of 100 beside a spread of 1: rounded to bfloat16, the mean is off by up to a quarter of the
     spread."""
     norm, rng = kind(1024, 1e-6, shift=shift), torch.Generator().manual_seed(0)
-    formula = plain_layernorm if kind is LayerNorm else plain_rms
     with torch.no_grad():
         norm.weight.copy_(1 + 0.3 * torch.randn(1024, generator=rng))
         if norm.bias is not None:
@@ -454,7 +445,8 @@ def test_statistics_are_float32_under_bfloat16_autocast(kind, shift, phase, stre
     weight = norm.weight.detach().double()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         y = norm(h)[0].double()
-    wanted = formula(h[0].double(), weight, 1e-6, None if norm.bias is None else norm.bias.double())
+    bias = None if norm.bias is None else norm.bias.double()
+    wanted = printed(h[0].double(), kind is LayerNorm, 1e-6, weight, bias)
     error = y - wanted
     if stream is torch.float32:
         # float32 keeps 7 digits of 100 +- 1, so 1e-5 of the spread; bfloat16 statistics would be wrong by
@@ -555,8 +547,7 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
     assert torch.equal(again(idx), model.eval()(idx))
     for m in (model, again):
         m.train()
-    ours, theirs = model(idx, targets), again(idx, targets)
-    assert torch.equal(ours.total, theirs.total) and torch.equal(ours.aux, theirs.aux)
+    assert_same(model(idx, targets), again(idx, targets))
     wanting = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (model, again)]
     assert wanting[0] == wanting[1]
     assert read_file(path)["extra"] == [1, "two"]
