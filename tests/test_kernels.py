@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import batch, every_variant, refuses, scale_of_difference, state_of, tiny, tiny_config
+from test_distill import random_heads
 from test_gates import small_run, whole_run
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -48,7 +49,6 @@ def test_a_run_without_fast_paths_is_the_same_run(variant):
 @pytest.mark.parametrize("how", ["as it is", "plain", "autocast", "compiled"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_the_mean_over_the_targets_that_count(how, tied):
-    torch.manual_seed(0)
     model = Transformer(tiny_config(tie_embeddings=tied)).train()
     x, y = (t.clone() for t in batch())
     y[:, ::3] = NOT_COUNTED
@@ -70,7 +70,6 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(how, tied):
 @pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all-fake"])
 @pytest.mark.parametrize("phase", ["norm", "blend"])
 def test_a_hook_fires_wherever_it_hangs(kind, variant, phase):
-    """On every module of the network, in every phase of training."""
     model = tiny(variant, phase=phase, tie_embeddings=False)
     idle = (torch.nn.ModuleList, type(getattr(model, "anchor", None)))
     watched = {n: m for n, m in model.named_modules() if n and not isinstance(m, idle)}
@@ -173,16 +172,13 @@ def test_a_folded_coupled_stream_stays_in_float32_under_autocast():
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_loss_in_pieces_is_the_loss(rows, bias, monkeypatch):
     """Values and gradients of the cross-entropy without a teacher, some targets not counted."""
-    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 61 * rows)
-    rng = torch.Generator().manual_seed(0)
-    y, W, b = (
-        torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_() for s in ((24, 6), (61, 6), (61,))
-    )
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
+    y, (W, b), *_, targets = random_heads(bias)
+    y, targets = y.flatten(0, 1), targets.flatten()
     leaves = [y, W, b] if bias else [y, W]
-    targets = torch.randint(61, (24,), generator=rng)
     targets[::5] = NOT_COUNTED
-    plain = F.cross_entropy(F.linear(y, W, b if bias else None), targets, ignore_index=NOT_COUNTED)
-    ours, ce, kl = kernels.in_pieces(y, W, b if bias else None, None, None, None, targets, (1.0, 0.0), True)
+    plain = F.cross_entropy(F.linear(y, W, b), targets, ignore_index=NOT_COUNTED)
+    ours, ce, kl = kernels.in_pieces(y, W, b, None, None, None, targets, (1.0, 0.0), True)
     torch.testing.assert_close(ours, plain, rtol=EXACT, atol=EXACT)
     assert ce == ours and kl == 0
     for got, wanted in zip(*(torch.autograd.grad(loss * 3, leaves) for loss in (ours, plain)), strict=True):
