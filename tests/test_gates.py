@@ -131,7 +131,6 @@ def test_gates_that_go_down_one_by_one():
         ({**ONE_BY_ONE, "max_iters": 14}, "beyond max_iters=14"),
         ({**ONE_BY_ONE, "taper": "none"}, "needs taper=internal or all"),
         ({**ONE_BY_ONE, "taper": "final"}, "needs taper=internal or all"),
-        ({"gate_start": 0}, "gate_start"),
     ],
 )
 def test_schedules_that_contradict_themselves(knobs, words):
