@@ -368,13 +368,12 @@ def test_a_degenerate_calibration_is_refused_by_the_norms_name(variant, wrong):
         model.update_statistics()
     if after is not None:
         after(model)
-    with refuses(named):
+    with refuses(named, "the stream is 0 or not finite"):
         model.calibrate()
 
 
-@pytest.mark.parametrize("taper", [Taper, MeanScaleTaper])
-def test_a_stream_of_zeros_calibrates_nothing(taper):
-    norm = taper(RMSNorm(8, 1e-6)).train()
+def test_a_stream_of_zeros_calibrates_no_mean_scale():
+    norm = MeanScaleTaper(RMSNorm(8, 1e-6)).train()
     norm(torch.zeros(2, 4, 8))
     observe_step([norm], 0.01)
     with torch.no_grad(), refuses("the stream is 0 or not finite"):
