@@ -1,6 +1,6 @@
 # A trained Llama without the norms of its upper blocks: distilled from itself while they taper, with its
-# begin token as a sink that becomes constants (docs/norm-free.md). Of another network:
-#   python train.py config/norm_free.py --init_from=PATH --teacher=PATH --sink_token=ID
+# begin token as a sink that becomes constants. Of another network, on a corpus as docs/norm-free.md makes it:
+#   python train.py config/norm_free.py --dataset=NAME --init_from=PATH --teacher=PATH --sink_token=ID
 # The study norm_free is this on SmolLM2-135M and two cores, on stories, books, WikiText-2 and Python, without
 # ends of texts (data/windows.py --sink=True). With --taper_from_layer=0 --max_iters=1200 --gate_end=320 the
 # gate arrives, but what is left is finite only under the ceiling.

@@ -177,7 +177,8 @@ def fake(model: Transformer, narrow: torch.dtype | None):
 
 
 def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
-    """Bytes that autograd keeps of a micro-batch's stream, (of one block, of all), without checkpointing."""
+    """Bytes that autograd keeps of a micro-batch's stream on a GPU, (of one block, of all), without
+    checkpointing."""
     config, dtype = model.config, number_type(cfg)
     ours, sizes, seen = set(), {}, []
 
@@ -195,6 +196,8 @@ def kept_for_backward(cfg: Plan, model: Transformer) -> tuple[int, int]:
     model = copy.deepcopy(model).train()
     if model.taper_norms():
         model.set_phase("blend")  # the phase that keeps most: norms and fixed scalings
+    for block in model.blocks:
+        block.attn.dropout = 0.0  # a GPU's attention draws it again; a CPU's keeps T x T weights
     with FakeTensorMode(), turned_off(), warnings.catch_warnings(action="ignore"):  # torch's, on mixed types
         fake(model, narrow)
         ours |= {p.untyped_storage()._cdata for p in model.parameters()}

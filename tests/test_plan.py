@@ -79,6 +79,15 @@ def test_what_autograd_keeps(checkpointed, norm, capsys, monkeypatch):
         assert found == pytest.approx(kept, rel=0.02)
 
 
+def test_dropout_keeps_no_weights_of_attention(capsys, monkeypatch):
+    """They would grow as the square of the text, which all else that is kept does not."""
+    found = []
+    for block_size in (64, 128):
+        argv = (*SMALL, "--dropout=0.1", f"--block_size={block_size}")
+        found.append(planned(capsys, monkeypatch, *argv)["parts"]["activations"])
+    assert found[1] == 2 * found[0]
+
+
 def test_gathered_matrices_are_no_activations(capsys, monkeypatch):
     """In bfloat16 autocast copies a matrix and autograd keeps the copy; a sharded run lets go of it."""
     argv = [word for word in SMALL if not word.startswith(("--dtype", "--shard"))]
