@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from running import refused, train
 from test_data import BOTH, MODULES, NASTY, SOURCE, check_manifest, examples, prepare_of, texts, write_stories
+from test_generation import watch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
@@ -90,7 +90,6 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A chat model's folder."""
     return put(tmp_path_factory.mktemp("llama3"), llama3())
 
 
@@ -290,17 +289,22 @@ def test_damaged_files_are_one_line(folder, tmp_path, name, content, said):
         load_tokenizer(tmp_path)
 
 
-def test_folders_without_a_tokenizer_are_one_line(tmp_path):
-    (tmp_path / "vocab.json").write_text("{}")
-    with refuses("holds no tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "merges.txt").write_text("a b c\n")
-    with refuses("are not a vocabulary"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "t.model").write_bytes(b"not a model")
-    for name in ("t.model", "absent.model"):
-        with refuses(name):
-            load_tokenizer(tmp_path / name)
+@pytest.mark.parametrize(
+    "files, name, said",
+    [
+        ({"vocab.json": b"{}"}, ".", ". holds no tokenizer: tokenizer.json"),
+        ({"vocab.json": b"{}", "merges.txt": b"a b c\n"}, ".", "are not a vocabulary"),
+        ({"good.txt": b"text"}, "good.txt", "good.txt is not a SentencePiece model"),
+        ({}, "absent/a/t.model", "no such file or folder: absent/a/t.model"),
+    ],
+)
+def test_a_name_of_no_tokenizer_is_one_line(files, name, said, tmp_path, monkeypatch):
+    """In a flag, where it may be one of the hub's too, and as a path."""
+    monkeypatch.chdir(put(tmp_path, files))
+    with refuses(said):
+        data.chosen_tokenizer(name, set())
+    with refuses(name):
+        load_tokenizer(name)
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
@@ -381,18 +385,6 @@ def test_prepare_takes_a_tokenizer(tmp_path, folder, monkeypatch, capsys):
     assert "brings its own vocabulary" in message and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [("good.txt", "good.txt is not a SentencePiece model"), (".", ". holds no tokenizer: tokenizer.json"),
-     ("absent/a/tokenizer.json", "no such file or folder: absent/a/tokenizer.json")],
-)  # fmt: skip
-def test_a_name_of_no_tokenizer_is_one_line(tmp_path, monkeypatch, name, said):
-    monkeypatch.chdir(tmp_path)
-    write_stories(tmp_path / "good.txt", ["text"])
-    with refuses(said):
-        data.chosen_tokenizer(name, set())
-
-
 # --- sample.py
 
 
@@ -423,10 +415,13 @@ def sampled(monkeypatch, capsys, answer, *argv):
 def test_samples_begin_end_and_chat_as_the_tokenizer_says(run_folder, chatty, monkeypatch, capsys):
     prompt, answers = "hello \u00e9", partial(sampled, monkeypatch, capsys, [*chatty.encode(" you"), 3, 3])
     ends, begun = {1, 2, 3}, [0, *chatty.encode(prompt)]
-    assert answers(run_folder, f"--prompt={prompt}") == (f"{prompt} you\n", begun, ends)
-    assert answers(run_folder / "model.pt", "--prompt=") == (" you\n", [0], ends)
     turn = chatty.chat([{"role": "user", "content": prompt}])
-    assert answers(run_folder, f"--prompt={prompt}", "--chat=True") == (" you\n", turn, ends)
+    of_transformers = put(run_folder / "hub/of_transformers", chatty.files)
+    write_pretrained(torch.load(run_folder / "model.pt", weights_only=True), of_transformers)
+    for folder in (run_folder, of_transformers):
+        assert answers(folder, f"--prompt={prompt}") == (f"{prompt} you\n", begun, ends)
+        assert answers(folder, f"--prompt={prompt}", "--chat=True") == (" you\n", turn, ends)
+    assert answers(run_folder / "model.pt", "--prompt=") == (" you\n", [0], ends)
 
 
 def test_no_id_beyond_the_tokenizers_is_drawn(run_folder, chatty, monkeypatch, capsys):
@@ -436,13 +431,7 @@ def test_no_id_beyond_the_tokenizers_is_drawn(run_folder, chatty, monkeypatch, c
     for how in ({"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 300, "top_p": 0.9, "use_cache": False}):
         assert model.generate(prompt, 20, **how)[:, 2:].max() >= 9
         assert model.generate(prompt, 20, **how, vocab_size=9)[:, 2:].max() < 9, how
-    asked, generate = [], Transformer.generate
-
-    def watched(*args, **how):
-        asked.append(how["vocab_size"])
-        return generate(*args, **how)
-
-    monkeypatch.setattr(Transformer, "generate", watched)
+    asked = watch(monkeypatch, "model.Transformer.generate", lambda *_, vocab_size, **more: vocab_size)
     train(run_folder, "--prompt=a", "--max_new_tokens=3", program="sample.py")
     assert asked == [chatty.vocab_size] and capsys.readouterr().out
 
@@ -457,14 +446,6 @@ def test_a_space_that_decoding_drops_at_the_start_is_kept(tmp_path, monkeypatch,
     put(tmp_path, files_of(core, tokenizer_config={"eos_token": "</s>"}))
     torch.save(tiny(dtype=torch.float32).to_file({"gate": 0.0, "phase": "scale"}), tmp_path / "model.pt")
     assert sampled(monkeypatch, capsys, [3, 3, 0], tmp_path, "--prompt=a a")[0] == "a a a a\n"
-
-
-def test_samples_from_a_hugging_face_folder(tmp_path, folder, chatty, capsys):
-    model = tiny(dtype=torch.float32, vocab_size=chatty.vocab_size, block_size=64)
-    write_pretrained({"config": asdict(model.config), "state": model.state_dict(), "meta": {}}, tmp_path)
-    put(tmp_path, chatty.files)
-    train(tmp_path, "--prompt=hello", "--max_new_tokens=3", "--chat=True", program="sample.py")
-    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_tokenizers_that_do_not_fit_are_refused(run_folder, tmp_path, capsys):
