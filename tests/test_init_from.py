@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BPE_SIZE, norm_names, randomize, slow
-from running import assert_goes_on_from, compiling, final, flags, metrics, ran, refused, train
+from running import assert_goes_on_from, assert_same_log, compiling, flags, metrics, ran, refused, train
 from test_hub import made
 
 from data.tokenizer import load_tokenizer
@@ -20,6 +20,8 @@ FAMILIES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qw
             "qwen3": "Qwen3ForCausalLM"}  # fmt: skip
 SMALL = {"vocab_size": 400, "n_embd": 16, "n_head": 2, "n_layer": 1, "block_size": 32}
 TWO_STEPS = {"max_iters": 2, "gate_start": 1, "gate_end": 2, "warmup_iters": 1}
+TWELVE_STEPS = {"max_iters": 12, "gate_start": 4, "gate_end": 8, "warmup_iters": 2, "log_interval": 1,
+                "taper": "internal", "dtype": "float64"}  # fmt: skip
 
 
 def hf_folder(folder: Path, family: str, corpus: Path) -> Path:
@@ -73,10 +75,9 @@ def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread
     assert not file["state"][columns].is_contiguous()
     rows = {**file, "state": {name: t.contiguous() for name, t in file["state"].items()}}
     write_file(rows, tmp_path / "rows.pt")
-    short = {"max_iters": 12, "gate_start": 4, "gate_end": 8, "eval_interval": 6, "ckpt_interval": 6,
-             "log_interval": 1, "warmup_iters": 2, "taper": "internal", "dtype": "float64"}  # fmt: skip
+    more = {**TWELVE_STEPS, "eval_interval": 6, "ckpt_interval": 6}
     for name, given in (("columns", weights), ("rows", tmp_path / "rows.pt")):
-        train(*started(tmp_path / name, bpe_corpus, given, **short))
+        train(*started(tmp_path / name, bpe_corpus, given, **more))
     found = {name: [x["train/ce"] for x in metrics(tmp_path / name)] for name in ("columns", "rows")}
     assert found["columns"] == pytest.approx(found["rows"], rel=1e-10) and len(set(found["rows"])) == 12
     for name, is_row in (("columns", False), ("rows", True)):
@@ -93,36 +94,29 @@ def test_gpt2s_layout_is_the_same_run_on_two_ranks_and_compiled(how, bpe_corpus,
     if how == "compiled" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
-    short = {"max_iters": 12, "gate_start": 4, "gate_end": 8, "eval_interval": 12, "warmup_iters": 2}
-    short |= {"log_interval": 1, "gradient_accumulation_steps": 2, "taper": "internal", "dtype": "float64"}
-    train(*started(tmp_path / "one", bpe_corpus, weights, **short))
-    other = started(tmp_path / "other", bpe_corpus, weights, **short, compile=how == "compiled")
+    more = {**TWELVE_STEPS, "eval_interval": 12, "gradient_accumulation_steps": 2}
+    train(*started(tmp_path / "one", bpe_corpus, weights, **more))
+    other = started(tmp_path / "other", bpe_corpus, weights, **more, compile=how == "compiled")
     if how == "compiled":
         with compiling(more_than=1):
             train(*other)
     else:
         ran(*other, ranks=2)
-    one, other = (metrics(tmp_path / name) for name in ("one", "other"))
-    for a, b in zip(one, other, strict=True):
-        for name in a.keys() - {"s/mean", "logits/l2"}:  # of the first rank's last micro-batch
-            assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-10), (name, a["iter"])
+    assert_same_log(tmp_path / "one", tmp_path / "other", 1e-10)
 
 
-@pytest.mark.parametrize("norm, family", [("cbwc", "gpt2"), ("coupled", "llama")])
-def test_cbwc_and_coupled_start_from_a_checkpoint(norm, family, bpe_corpus, tmp_path, capfd):
+@pytest.mark.parametrize(
+    "norm, family, dropout", [("cbwc", "gpt2", 0.0), ("cbwc", "gpt2", 0.1), ("coupled", "llama", 0.0)]
+)
+def test_cbwc_and_coupled_start_from_a_checkpoint(norm, family, dropout, bpe_corpus, tmp_path, capfd):
     weights = hf_folder(tmp_path / "hf", family, bpe_corpus)
-    train(*started(tmp_path / "run", bpe_corpus, weights, norm=norm, **TWO_STEPS))
+    train(*started(tmp_path / "run", bpe_corpus, weights, norm=norm, dropout=dropout, **TWO_STEPS))
     said = capfd.readouterr().out
     assert f"norm={norm} in place of" in said and "moves the network by" in said
+    assert ("cbwc with dropout is not LayerNorm" in said) == (dropout > 0)
     kl = float(said.split("KL ")[1].split()[0])
     assert kl < 1e-6 if norm == "cbwc" else kl > 1e-3
     assert load_model(tmp_path / "run/folded.pt").meta["base"]["architecture"]
-
-
-def test_cbwc_with_dropout_says_that_it_is_not_layernorm(bpe_corpus, tmp_path, capfd):
-    weights = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus)
-    train(*started(tmp_path / "run", bpe_corpus, weights, norm="cbwc", dropout=0.1, **TWO_STEPS))
-    assert "cbwc with dropout is not LayerNorm" in capfd.readouterr().out
 
 
 # --- a run's own weights
@@ -178,7 +172,6 @@ def finished(name: str, corpus, folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["all", *(slow(name) for name in FINISHED if name != "all")])
 def ended(request, corpus, tmp_path_factory) -> Path:
-    """A run that has come to its end."""
     return finished(request.param, corpus, tmp_path_factory.mktemp("ended"))
 
 
@@ -343,8 +336,8 @@ def test_auto_starts_from_the_weights_that_a_file_names(base, corpus, tmp_path):
     knobs = {"taper": "none", "init_from": "auto", "warmup_iters": 1}
     argv = [a for a in started(out, corpus, None, **knobs) if not a.startswith("--learning_rate")]
     train(file, *argv, "--max_iters=2")
-    begun, old = final(out)["state"], torch.load(base / "ckpt.pt", weights_only=True)["state"]
-    assert torch.equal(begun["tok_emb.weight"], old["tok_emb.weight"])
+    begun, old = (load_model(run / "ckpt.pt") for run in (out, base))
+    assert torch.equal(begun.tok_emb.weight, old.tok_emb.weight)
     assert json.loads((out / "config.json").read_text())["init_from"] == str(base)
     before = metrics(out)
     train(file, *argv, "--max_iters=2")
@@ -380,7 +373,7 @@ def test_with_dropout_two_ranks_equal_one(corpus, tmp_path):
     knobs |= {"gate_end": 8, "eval_interval": 12}
     train(*flags(tmp_path / "one", corpus, **knobs))
     ran(*flags(tmp_path / "two", corpus, **knobs), ranks=2)
-    one, two = final(tmp_path / "one")["state"], final(tmp_path / "two")["state"]
+    one, two = (load_model(tmp_path / name / "ckpt.pt").state_dict() for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-8, atol=1e-10)
 
 
