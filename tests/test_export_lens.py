@@ -1,7 +1,6 @@
 """A folder of --to=hf in TransformerLens computes what we do, and its attributions add up to the logits."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,16 +34,6 @@ def every(networks):
     )
 
 
-def in_lens(folder: Path, how: str, ids, dtype=torch.float64):
-    """(bridge, logits, cache) by the lines that an export's README.md gives."""
-    (lines,) = re.findall(r"TransformerLens 4:\n\n```python\n(.*?)```", how, re.S)
-    names = {"FOLDER": str(folder), "ids": ids, "dtype": dtype}
-    lines = lines.replace("trust_remote_code=True", "trust_remote_code=True, dtype=dtype")
-    with torch.no_grad():
-        exec(lines, names)  # noqa: S102
-    return names["bridge"], names["logits"], names["cache"]
-
-
 def tolerance(model) -> float:
     """Beside rotary positions TransformerLens takes the softmax of attention in float32, in every type."""
     return 1e-9 if model.pos_emb is not None else 1e-6
@@ -55,23 +44,21 @@ def writes(model) -> list[str]:
     return ["hook_embed", *(["hook_pos_embed"] if model.pos_emb is not None else []), *WRITTEN]
 
 
-def sum_of_readings(bridge, cache, model):
-    """Direct logit attribution: what the unembedding reads of each component's write, and its bias."""
-    readings = [cache[name] @ bridge.unembed.W_U for name in writes(model)]
-    total = sum(readings) + bridge.unembed.b_U
-    assert all(reading.abs().max() > 1e-3 * total.abs().max() for reading in readings)
-    return total
-
-
 @pytest.fixture
 def exported(corpus, tmp_path, code_cache):
-    """A function that exports a random tiny network: (the network, bridge, logits, cache)."""
+    """A function that exports a random tiny network: (the network, bridge, logits, cache), the last three by
+    the lines that the export's README.md gives."""
 
     def export(variant: str, ids, **shape):
         trained = tiny(variant, vocab_size=400, **shape).eval()
         model = fold(trained, gains=hf.form_for(trained.config) == "weightless")
         job = Job(model, load_tokenizer(corpus), {}, tmp_path, tmp_path, tokens(2, 16))
-        return model, *in_lens(tmp_path, hf.write(job)["how"], ids)
+        (lines,) = re.findall(r"TransformerLens 4:\n\n```python\n(.*?)```", hf.write(job)["how"], re.S)
+        lines = lines.replace("trust_remote_code=True", "trust_remote_code=True, dtype=dtype")
+        names = {"FOLDER": str(tmp_path), "ids": ids, "dtype": torch.float64}
+        with torch.no_grad():
+            exec(lines, names)  # noqa: S102
+        return model, names["bridge"], names["logits"], names["cache"]
 
     return export
 
@@ -80,15 +67,16 @@ def exported(corpus, tmp_path, code_cache):
 def test_transformer_lens_computes_the_same(exported, variant, shape):
     idx = tokens(3, 11, seed=1)
     model, bridge, logits, cache = exported(variant, idx, **shape)
-    with torch.no_grad():
-        assert scale_of_difference(logits, model(idx)) < tolerance(model)
-        written = sum(cache[name] for name in writes(model))
-        assert scale_of_difference(written, cache["blocks.1.hook_resid_post"]) < 1e-9
-        if "all" in variant:  # without a last norm every component's write is read as it stands
-            assert scale_of_difference(sum_of_readings(bridge, cache, model), logits) < 1e-9
-        lens = bridge.unembed(bridge.ln_final(cache["blocks.0.hook_resid_post"]))
-        model.blocks = model.blocks[:1]
-        assert scale_of_difference(lens, model(idx)) < tolerance(model)
+    assert scale_of_difference(logits, model(idx)) < tolerance(model)
+    written = [cache[name] for name in writes(model)]
+    assert scale_of_difference(sum(written), cache["blocks.1.hook_resid_post"]) < 1e-9
+    if "all" in variant:  # direct logit attribution: without a last norm each write is read as it stands
+        readings = [write @ bridge.unembed.W_U for write in written]
+        assert all(reading.abs().max() > 1e-3 * logits.abs().max() for reading in readings)
+        assert scale_of_difference(sum(readings) + bridge.unembed.b_U, logits) < 1e-9
+    lens = bridge.unembed(bridge.ln_final(cache["blocks.0.hook_resid_post"]))
+    model.blocks = model.blocks[:1]
+    assert scale_of_difference(lens, model(idx)) < tolerance(model)
     assert cache["blocks.1.attn.hook_pattern"].shape == (3, model.config.n_head, 11, 11)
 
 
