@@ -1,6 +1,5 @@
 """Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
 
-import sys
 from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
@@ -9,9 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import every_variant, refuses, scale_of_difference, tiny, tokens
-from running import compiling, flags, train
+from running import compiling, flags, refused, train
 
-import sample
 from forms import FORMS
 from nanonorm.cache import KVCache
 from nanonorm.generation import aligned
@@ -192,11 +190,10 @@ def test_a_context_of_one_token_sees_that_one():
         assert torch.equal(model.generate(list(wanted), 6, temperature=0, use_cache=use_cache)[0], text[0])
 
 
-def test_sampling_without_a_compiler_is_one_line(monkeypatch):
+def test_sampling_without_a_compiler_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no g++")))
-    monkeypatch.setattr(sys, "argv", ["sample.py", "nowhere", "--compile=True", "--device=cpu"])
-    with refuses("torch.compile does not work here (no g++)"):
-        sample.main()
+    said = refused(capsys, "nowhere", "--compile=True", "--device=cpu", program="sample.py")
+    assert "torch.compile does not work here (no g++)" in said
 
 
 def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):
