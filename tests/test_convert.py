@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import randomize, refuses, same_state, scale_of_difference, slow, state_of
-from running import ROOT, refused, train
+from running import ROOT, exit_status, refused, train
 
 from data.tokenizer import load_tokenizer
 from forms import fold, from_file, unfuse
@@ -24,7 +24,7 @@ from nanonorm.files import write_file, writing
 from nanonorm.run import open_model
 from scripts import convert as command
 from scripts import exports as shared
-from scripts.exports import hf, tokenizer_json
+from scripts.exports import hf, stock, tokenizer_json
 from scripts.exports.networks import open_network
 
 transformers = pytest.importorskip("transformers")
@@ -147,17 +147,16 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
     state = state_of(ours)
     out = convert(saved(ours), "hf", tmp_path / f"{shape}_{change}")
     theirs, idx = opened(out), ids(3, 48)
-    stock = type(theirs).__module__.startswith(f"transformers.models.{STOCK[shape].lower()}.")
-    assert stock == (change == "baseline") and (out / "modeling_nanonorm.py").exists() != stock
+    plain = type(theirs).__module__.startswith(f"transformers.models.{STOCK[shape].lower()}.")
+    assert plain == (change == "baseline") and (out / "modeling_nanonorm.py").exists() != plain
     # the norms of Llama and Qwen compute their statistic in float32
-    tolerance = SINGLE if stock and shape != "gpt2" else EXACT
-    with torch.no_grad():
-        assert scale_of_difference(theirs(idx).logits, ours(idx)) <= tolerance
-        assert scale_of_difference(open_network(str(out))(idx), ours(idx)) <= EXACT
-        assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
+    tolerance = SINGLE if plain and shape != "gpt2" else EXACT
+    assert scale_of_difference(theirs(idx).logits, ours(idx)) <= tolerance
+    assert scale_of_difference(open_network(str(out))(idx), ours(idx)) <= EXACT
+    assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
     assert max(facts(out)["errors"].values()) <= SINGLE and facts(out)["errors"]["float64"] <= EXACT
     assert_generates(theirs, ours.double())
-    if stock:
+    if plain:
         assert same_state(from_file(*open_model(out)).state_dict(), state)
 
 
@@ -175,9 +174,8 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
 def test_what_else_may_stand_where_a_norm_was(shape, change, knobs, saved, tmp_path, code_cache):
     ours, idx = network(shape, change, **knobs), ids(2, 48)
     out = convert(saved(ours), "hf", tmp_path / f"{shape}_{change}_{len(knobs)}")
-    with torch.no_grad():
-        assert scale_of_difference(opened(out)(idx).logits, ours(idx)) <= EXACT
-        assert scale_of_difference(open_network(str(out))(idx), ours(idx)) <= EXACT
+    assert scale_of_difference(opened(out)(idx).logits, ours(idx)) <= EXACT
+    assert scale_of_difference(open_network(str(out))(idx), ours(idx)) <= EXACT
 
 
 @pytest.mark.parametrize(
@@ -210,20 +208,18 @@ def test_what_else_a_model_of_transformers_can_do(shape, change, saved, tmp_path
     ours, idx = network(shape, change), ids(2, 20)
     out = convert(saved(ours), "hf", tmp_path / f"whole_{shape}")
     theirs = opened(out)
-    with torch.no_grad():
-        said, logits = theirs(idx, labels=idx, output_hidden_states=True), ours(idx)
-        assert len(said.hidden_states) == 3
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
-        assert scale_of_difference(theirs(idx, logits_to_keep=1).logits, logits[:, -1:]) <= EXACT
-        base = transformers.AutoModel.from_pretrained(out, trust_remote_code=True, dtype=torch.float64).eval()
-        assert base.is_backend_compatible()
-        assert torch.equal(theirs.lm_head(base(idx).last_hidden_state), theirs(idx).logits)
+    said, logits = theirs(idx, labels=idx, output_hidden_states=True), ours(idx)
+    assert len(said.hidden_states) == 3
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
     assert abs(said.loss - loss) <= 1e-6  # theirs is float32
+    assert scale_of_difference(theirs(idx, logits_to_keep=1).logits, logits[:, -1:]) <= EXACT
+    base = transformers.AutoModel.from_pretrained(out, trust_remote_code=True, dtype=torch.float64).eval()
+    assert base.is_backend_compatible()
+    assert torch.equal(theirs.lm_head(base(idx).last_hidden_state), theirs(idx).logits)
     theirs.save_pretrained(tmp_path / f"again_{shape}")
-    with torch.no_grad():
-        assert torch.equal(opened(tmp_path / f"again_{shape}")(idx).logits, theirs(idx).logits)
-        theirs.resize_token_embeddings(410)
-        assert theirs(idx).logits.shape == (2, 20, 410)
+    assert torch.equal(opened(tmp_path / f"again_{shape}")(idx).logits, theirs(idx).logits)
+    theirs.resize_token_embeddings(410)
+    assert theirs(idx).logits.shape == (2, 20, 410)
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
     with refuses("export with code of its own, which evaluate.py alone reads; name the run it was made of"):
@@ -406,35 +402,27 @@ def test_a_network_without_norms_is_a_stock_class(shape, form, saved, refusal, t
     assert type(theirs).__module__.startswith(f"transformers.models.{STOCK[shape].lower()}.")
     again = from_file(*open_model(out))
     assert again.config.norm_eps == 2.0**60 and again.config.taper == "none"
-    with torch.no_grad():
-        assert scale_of_difference(again(idx), ours(idx)) <= EXACT
-        assert scale_of_difference(theirs(idx).logits, ours.float()(idx)) <= SINGLE
+    assert scale_of_difference(again(idx), ours(idx)) <= EXACT
+    assert scale_of_difference(theirs(idx).logits, ours.float()(idx)) <= SINGLE
     assert_generates(theirs, ours)
     assert "Nothing: the norms are still computed" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("dtype, allowed", [(torch.float64, EXACT), (torch.float32, SINGLE)], ids=str)
 @pytest.mark.parametrize("to, norm", [("hf", "cbwc"), ("stock", "cbwc"), ("stock", "layernorm")])
-def test_a_norm_without_shifts_is_centred_for_good(to, norm, saved, tmp_path):
-    ours = network("llama", "cbwc" if norm == "cbwc" else "all", norm=norm, norm_bias=False)
-    out = convert(saved(ours), to, tmp_path / "out")
+def test_a_norm_without_shifts_is_centred_for_good(to, norm, dtype, allowed, saved, tmp_path):
+    ours = network("llama", "cbwc" if norm == "cbwc" else "all", dtype, norm=norm, norm_bias=False)
+    out, idx = convert(saved(ours), to, tmp_path / "out"), ids(2, 48)
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert scale_of_difference(from_file(*open_model(out))(ids(2, 48)), ours(ids(2, 48))) <= EXACT
+    assert facts(out)["network"]["form"] == "folded" and "float64" in facts(out)["errors_before"]["the fold"]
+    assert scale_of_difference(from_file(*open_model(out))(idx), ours(idx)) <= allowed
+    assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
     card = (out / "README.md").read_text()
     said = "Removed: the centring" in card and "is not computed any more" in card and "Nothing" not in card
     assert said == (norm == "cbwc")
     corpus = {"tokenizer_sha256": "a"}  # which a class of others has no place for
     (out / "nanonorm.json").write_text(json.dumps(facts(out) | {"corpus": corpus}))
     assert open_network(str(out)).corpus == corpus
-
-
-@pytest.mark.parametrize("norm", ["cbwc", "layernorm"])
-def test_what_a_stock_class_wants_folded_is_folded_in_float32(norm, saved, tmp_path):
-    change = "all" if norm == "layernorm" else "cbwc"
-    ours = network("ours", change, torch.float32, norm=norm, norm_bias=False)
-    out = convert(saved(ours), "stock", tmp_path / "out")
-    assert facts(out)["network"]["form"] == "folded" and "float64" in facts(out)["errors_before"]["the fold"]
-    with torch.no_grad():
-        assert scale_of_difference(opened(out, torch.float32)(ids(2, 48)).logits, ours(ids(2, 48))) <= SINGLE
 
 
 def test_values_too_large_for_the_eps_of_float16_are_refused(saved, refusal, tmp_path):
@@ -456,8 +444,7 @@ def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
     theirs = opened(out, "auto")
     assert theirs.dtype == getattr(torch, dtype)
     assert open_model(out)[0]["config"]["norm_eps"] == eps
-    with torch.no_grad():
-        assert scale_of_difference(theirs(ids(2, 48)).logits.float(), ours(ids(2, 48))) <= off
+    assert scale_of_difference(theirs(ids(2, 48)).logits.float(), ours(ids(2, 48))) <= off
     assert dtype in facts(out)["errors"]
 
 
@@ -483,20 +470,18 @@ def test_what_a_stock_class_cannot_hold_is_refused(shape, change, knobs, words, 
 # --- the command
 
 
-WHERE = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
-HEADS_OF_32 = {"n_embd": 128}
-IDLE = " (its norms are computed, and change nothing)"
+HEADS = {"n_embd": 128}  # of 32
 
 
 @pytest.mark.parametrize(
     "to, shape, change, knobs, where",
     [
-        ("hf", "llama", "internal", HEADS_OF_32, f"{WHERE}; vLLM's transformers backend; TransformerLens 4"),
-        ("hf", "llama", "internal", {}, f"{WHERE}; TransformerLens 4"),
-        ("hf", "gpt2", "internal", HEADS_OF_32, f"{WHERE}; TransformerLens 4"),
-        ("hf", "ours", "coupled", HEADS_OF_32, f"{WHERE}; vLLM's transformers backend"),
-        ("hf", "qwen3", "baseline", {}, f"{WHERE}, and in whatever else runs a Qwen3ForCausalLM"),
-        ("stock", "gpt2", "all", {}, f"whatever runs a GPT2LMHeadModel{IDLE}"),
+        ("hf", "llama", "internal", HEADS, f"{hf.RUNS}; vLLM's transformers backend; TransformerLens 4"),
+        ("hf", "llama", "internal", {}, f"{hf.RUNS}; TransformerLens 4"),
+        ("hf", "gpt2", "internal", HEADS, f"{hf.RUNS}; TransformerLens 4"),
+        ("hf", "ours", "coupled", HEADS, f"{hf.RUNS}; vLLM's transformers backend"),
+        ("hf", "qwen3", "baseline", {}, f"{hf.RUNS}, and in whatever else runs a Qwen3ForCausalLM"),
+        ("stock", "gpt2", "all", {}, f"whatever runs a GPT2LMHeadModel{stock.IDLE}"),
         ("stock", "llama", "cbwc", {"norm_bias": False}, "whatever runs a LlamaForCausalLM"),
     ],
 )
@@ -566,9 +551,8 @@ def test_a_rounding_that_destroys_the_model_is_refused(refusal):
 def test_a_wider_export_is_folded_in_its_own_type(saved, tmp_path, code_cache):
     ours = network("ours", "internal", torch.bfloat16)
     out = convert(saved(ours), "hf", tmp_path / "wide", "--dtype=float32")
-    idx = ids(2, 48)
-    with torch.no_grad():
-        assert scale_of_difference(opened(out, torch.float32)(idx).logits, ours.float()(idx)) <= SINGLE
+    theirs, idx = opened(out, torch.float32), ids(2, 48)
+    assert scale_of_difference(theirs(idx).logits, ours.float()(idx)) <= SINGLE
 
 
 def test_what_a_class_of_transformers_refuses_is_one_line(refusal, monkeypatch):
@@ -588,8 +572,7 @@ def test_a_folded_cbwc_loses_its_shifts_too(saved, tmp_path, code_cache):
     ours, idx = network("ours", "cbwc"), ids(2, 48)
     out = convert(saved(fold(ours), "folded.pt").parent, "hf", tmp_path / "shiftless")
     assert facts(out)["network"]["form"] == "weightless"
-    with torch.no_grad():
-        assert scale_of_difference(opened(out)(idx).logits, ours(idx)) <= EXACT
+    assert scale_of_difference(opened(out)(idx).logits, ours(idx)) <= EXACT
 
 
 def test_all_that_can_hold_it(saved, capsys, tmp_path):
@@ -681,19 +664,18 @@ def test_a_signal_leaves_nothing(number, status, saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
 def test_nohup_is_respected(before):
     """A hang-up that is ignored stays so; another ends the command, and so does Ctrl-C, ignored or not."""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+
+    def main():
         signal.signal(signal.SIGHUP, before)
         signal.signal(signal.SIGINT, before)
         exit_on_signals()
         assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == (before is signal.SIG_IGN)
-        for number in handlers:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 with pytest.raises(SystemExit, match=str(128 + number)):
                     os.kill(os.getpid(), number)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+
+    assert exit_status(main, CONVERT) == 0  # which puts back the handlers
 
 
 @pytest.mark.parametrize(
