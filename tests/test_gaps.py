@@ -61,10 +61,10 @@ def gates() -> list[FinishedRun]:
     return runs
 
 
-def report(monkeypatch, out, runs, *flags):
-    """What gaps makes of some runs: (the panels of its figure, gaps.md)."""
+def report(monkeypatch, out, runs, *argv):
+    """What gaps makes of some runs, and of a gaps.csv that is named: (the panels of its figure, gaps.md)."""
     monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {"out/x": "unfinished"}))
-    return drawn(monkeypatch, "out/x", *flags, f"--out={out}"), (out / "gaps.md").read_text()
+    return drawn(monkeypatch, "out/x", *argv, f"--out={out}"), (out / "gaps.md").read_text()
 
 
 def drawn(monkeypatch, *argv) -> list:
@@ -74,6 +74,12 @@ def drawn(monkeypatch, *argv) -> list:
     monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: panels.extend(fig.axes))
     gaps.main(k, words, "")
     return panels
+
+
+def assert_drawn_alike(panels, again):
+    for before, after in zip(panels, again, strict=True):
+        for old, new in zip(before.lines, after.lines, strict=True):
+            np.testing.assert_array_equal(old.get_xydata(), new.get_xydata())
 
 
 def bars_of(line) -> list[np.ndarray]:
@@ -265,22 +271,13 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     flags, csv_file = ("--by=mlp", "--against=learning_rate", "--band=1,2"), tmp_path / "gaps.csv"
     panels, _ = report(monkeypatch, tmp_path, grid("swiglu"), *flags)
-    again = drawn(monkeypatch, csv_file, *flags, f"--out={tmp_path}")
-    for before, after in zip(panels, again, strict=True):
-        for old, new in zip(before.lines, after.lines, strict=True):
-            assert np.allclose(old.get_xydata(), new.get_xydata(), equal_nan=True)
+    assert_drawn_alike(panels, drawn(monkeypatch, csv_file, *flags, f"--out={tmp_path}"))
     refused = {"--by=nonsense": "cannot read .*nonsense", "--band=1": "two numbers", "--to=dyt": "no pair",
-               "--against=gate_end": "cannot read .*gate_end"}  # fmt: skip
-    for flag, why in refused.items():
+               "--against=gate_end": "cannot read .*gate_end", csv_file: r"one gaps\.csv at a time",
+               "--seeds=1": "--seeds is for runs", "--logs=9": "--logs is for runs"}  # fmt: skip
+    for word, why in refused.items():
         with pytest.raises(BadInput, match=why):
-            drawn(monkeypatch, csv_file, *flags, flag)
-    for words, why in (
-        ([csv_file], r"one gaps\.csv at a time"),
-        (["--seeds=1"], "--seeds is for runs"),
-        (["--logs=9"], "--logs is for runs"),
-    ):
-        with pytest.raises(BadInput, match=why):
-            drawn(monkeypatch, csv_file, *words, *flags)
+            drawn(monkeypatch, csv_file, *flags, word)
     whole = csv_file.read_text()
     for broken, why in (
         (whole.replace("0.0003", "low"), "'low'"),
@@ -315,6 +312,12 @@ def test_logs_are_kept_beside_the_table(monkeypatch, tmp_path):
     assert not (tmp_path / "logs.jsonl").exists()
 
 
+def cells_of(page: str) -> list[list[str]]:
+    """The cells of a page's table, the head and the line below it among them."""
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def rows_of(folder: Path, without: str = "") -> list[list]:
     """The rows of a gaps.csv, in order of their values, without a column."""
     rows = csv.DictReader((folder / "gaps.csv").read_text().splitlines())
@@ -322,71 +325,62 @@ def rows_of(folder: Path, without: str = "") -> list[list]:
 
 
 def rates(*values: float) -> list[FinishedRun]:
-    """Baselines and LayerNorm, three seeds at each of some learning rates; a gap is 100 times the rate."""
+    """Baselines and LayerNorm, three seeds at each of some learning rates, which cost a hundred times what
+    they are; a gap is 100 times the rate."""
     runs = []
     for rate, seed in product(values, (1, 2, 3)):
-        runs.append(run("rmsnorm", seed, 3.0 + seed, learning_rate=rate))
-        runs.append(run("layernorm", seed, (3.0 + seed) * (1 + rate), learning_rate=rate))
+        loss = 3.0 + seed + 100 * rate
+        runs.append(run("rmsnorm", seed, loss, learning_rate=rate))
+        runs.append(run("layernorm", seed, loss * (1 + rate), learning_rate=rate))
     return runs
 
 
-def test_a_gaps_csv_brings_settings_of_its_own(monkeypatch, tmp_path):
-    """Beside runs: one table of both, as of all at once. A pair is of one side; a seed of a setting, too."""
+@pytest.mark.parametrize("knob, below", [("learning_rate", 1e-2), ("seed", 3)])
+def test_a_gaps_csv_brings_settings_or_seeds_of_its_own(knob, below, monkeypatch, tmp_path):
+    """Beside runs: one table of both, as of all at once."""
     first, both, whole = (tmp_path / name for name in ("first", "both", "whole"))
+    flags, runs = ("--by=max_iters", "--against=learning_rate"), rates(1e-3, 3e-3, 1e-2)
+    earlier = [made for made in runs if made.settings[knob] < below]
+    later = [made for made in runs if made.settings[knob] >= below]
+    report(monkeypatch, first, earlier, *flags)
+    _, said = report(monkeypatch, both, later, *flags, first / "gaps.csv")
+    _, wanted = report(monkeypatch, whole, runs, *flags)
+    assert cells_of(said) == cells_of(wanted) and len(cells_of(said)) == 2 + 6
+    assert f"And 12 runs of {first}/gaps.csv, whose own page" in said
+    assert rows_of(both, without="origin") == rows_of(whole) and len(rows_of(whole)) == 18
+
+
+def test_a_pair_is_of_one_side_and_so_is_a_seed_of_a_setting(monkeypatch, tmp_path):
+    """The sides are a gaps.csv and the runs beside it."""
+    first, both = tmp_path / "first", tmp_path / "both"
     flags = ("--by=max_iters", "--against=learning_rate")
     report(monkeypatch, first, rates(1e-3, 3e-3), *flags)
-    _, wanted = report(monkeypatch, whole, rates(1e-3, 3e-3, 1e-2), *flags)
-
-    def add(runs, *more):
-        monkeypatch.setattr(gaps, "collect", lambda paths: (runs, {}))
-        drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}", *more)
-        said = (both / "gaps.md").read_text()
-        return [line for line in said.splitlines() if line.startswith("| ")], said
-
-    table, said = add(rates(1e-2))
-    assert table == [line for line in wanted.splitlines() if line.startswith("| ")] and len(table) == 2 + 6
-    assert f"And 12 runs of {first}/gaps.csv, whose own page" in said
-    assert rows_of(both, without="origin") == rows_of(whole)
-    table, _ = add(rates(1e-2), "--seeds=2,3")
-    assert len(table) == 2 + 6 and all(line.split("|")[4].strip() == "2" for line in table[2:])
+    flags += (first / "gaps.csv",)
+    _, said = report(monkeypatch, both, rates(1e-2), *flags, "--seeds=2,3")
+    assert len(cells_of(said)) == 2 + 6 and all(row[3] == "2" for row in cells_of(said)[2:])
     tapers = [run("rmsnorm", 1, 5.0, learning_rate=1e-2), run("cbwc", 1, 6.0, learning_rate=3e-3)]
-    _, said = add(tapers)
+    _, said = report(monkeypatch, both, tapers, *flags)
     assert "| cbwc | 0.003 | 1 | 6.0000 | 12.00 | 0 | - |" in said
-    for runs, more, why in (
-        (rates(1e-3, 1e-2), [], "both have baseline; leave one out"),
-        (rates(1e-2), ["--seeds=1,7"], "--seeds=7: baseline has no run of it"),
-        (rates(1e-2)[:2], ["--seeds=1,2"], "--seeds=2: baseline has no run of it"),
-        (rates(1e-2), [f"--out={first}"], "would write over"),
+    for out, runs, more, why in (
+        (both, rates(1e-3, 1e-2), (), "both have baseline; leave one out"),
+        (both, rates(1e-2), ("--seeds=1,7",), "--seeds=7: baseline has no run of it"),
+        (both, rates(1e-2)[:2], ("--seeds=1,2",), "--seeds=2: baseline has no run of it"),
+        (first, rates(1e-2), (), "would write over"),
     ):
         with pytest.raises(BadInput, match=why):
-            add(runs, *more)
-
-
-def test_a_gaps_csv_brings_seeds_of_its_own(monkeypatch, tmp_path):
-    """As if all had been there at once; pairs are of one seed, so of one side."""
-    flags, runs = ("--by=max_iters", "--against=learning_rate"), rates(1e-3)
-    first, both, whole = (tmp_path / name for name in ("first", "both", "whole"))
-    report(monkeypatch, first, [made for made in runs if made.seed < 3], *flags)
-    report(monkeypatch, whole, runs, *flags)
-    monkeypatch.setattr(gaps, "collect", lambda paths: ([made for made in runs if made.seed == 3], {}))
-    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags, f"--out={both}")
-    assert rows_of(both, without="origin") == rows_of(whole) and len(rows_of(whole)) == 6
+            report(monkeypatch, out, runs, *flags, *more)
 
 
 def test_no_pair_is_of_a_file_and_a_folder(monkeypatch, tmp_path):
     """The best of one setting may be of a gaps.csv, of another of runs: of other machines, perhaps."""
-    first, both = tmp_path / "first", tmp_path / "both"
-    flags = ("--by=learning_rate", "--tuned=learning_rate", f"--out={both}")
     tapers = [run("cbwc", seed, 2.0, learning_rate=1e-2) for seed in (1, 2, 3)]
-    report(monkeypatch, first, rates(1e-3), "--by=learning_rate")
-    monkeypatch.setattr(gaps, "collect", lambda paths: (rates(1e-2) + tapers, {}))
-    drawn(monkeypatch, first / "gaps.csv", "out/x", *flags)
-    lines = [line for line in (both / "gaps.md").read_text().splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    pairs = {row[0]: (row[1], row[5]) for row in rows}
+    report(monkeypatch, tmp_path / "first", rates(1e-3), "--by=learning_rate")
+    argv = (tmp_path / "first/gaps.csv", "--by=learning_rate", "--tuned=learning_rate")
+    _, said = report(monkeypatch, tmp_path, rates(1e-2) + tapers, *argv)
+    pairs = {row[0]: (row[1], row[5]) for row in cells_of(said)[2:]}
     assert pairs == {"baseline": ("0.001", "0"), "layernorm": ("0.001", "3"), "cbwc": ("0.01", "0")}
-    again = gaps.read_again(str(both / "gaps.csv"), gaps.Knobs(by=("learning_rate",), tuned="learning_rate"))
-    again = gaps.at_best(again, gaps.Knobs(by=("learning_rate",), tuned="learning_rate"))
+    tuned = gaps.Knobs(by=("learning_rate",), tuned="learning_rate")
+    again = gaps.at_best(gaps.read_again(str(tmp_path / "gaps.csv"), tuned), tuned)
     assert {cell.what: len(cell.gaps) for cell in again} == {"baseline": 0, "layernorm": 3, "cbwc": 0}
 
 
@@ -401,7 +395,7 @@ def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
     runs.append(run("layernorm", 1, 1.0, n_embd=128, learning_rate=6e-3))
     flags = ("--by=learning_rate", "--against=n_embd", "--tuned=learning_rate")
     (gap, loss), said = report(monkeypatch, tmp_path, runs, *flags)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if "| 3 |" in line]
+    rows = cells_of(said)[2:]
     assert [row[:3] for row in rows] == [
         ["baseline", "64", "0.003"], ["baseline", "128", "0.003"],
         ["layernorm", "64", "0.001"], ["layernorm", "128", "0.001"],
@@ -413,9 +407,7 @@ def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
     assert [text.get_text() for text in loss.texts] == ["0.003"] * 2 + ["\n0.001"] * 2
     assert "(above: learning_rate)" in gap.get_ylabel()
     again = drawn(monkeypatch, tmp_path / "gaps.csv", *flags, f"--out={tmp_path}")
-    for ax, before in zip(again, (gap, loss), strict=True):
-        for line, was in zip(ax.lines, before.lines, strict=True):
-            np.testing.assert_array_equal(*(np.asarray(each.get_ydata(), float) for each in (line, was)))
+    assert_drawn_alike((gap, loss), again)
     with pytest.raises(BadInput, match="--tuned=max_iters: it is one of --by"):
         report(monkeypatch, tmp_path, runs, *flags[:2], "--tuned=max_iters")
 
@@ -439,8 +431,6 @@ def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):
     x, y = lines["internal"].lines[0].get_data()
     assert list(y) == pytest.approx([1.15, 2.15, 4.15]) and np.allclose(x, [50, 100, 200], atol=4)
     assert "| 200 | internal | 200 | 2 |" in table and "| 200 | baseline | - | 2 |" in table
-    head = (tmp_path / "gaps.csv").read_text().splitlines()[0]
-    assert head == "what,seed,loss,scale,folder,gap,gate_end,max_iters"
 
 
 def test_a_line_joins_only_what_shares_its_seeds(monkeypatch, tmp_path):
@@ -453,18 +443,14 @@ def test_a_line_joins_only_what_shares_its_seeds(monkeypatch, tmp_path):
 
 
 def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp_path):
-    """Losses of two baselines and two others at three rates; the last rate has one seed alone."""
-    runs = []
-    for seed in (1, 2):
-        for rate, loss in ((1e-3, 4.0), (3e-3, 3.0), (1e-2, 5.0))[: 4 - seed]:
-            runs.append(run("rmsnorm", seed, loss + seed, learning_rate=rate))
-            runs.append(run("layernorm", seed, (loss + seed) * (1 + rate), learning_rate=rate))
+    """The last of three rates lacks a seed."""
+    runs = [made for made in rates(1e-3, 3e-3, 1e-2) if made.seed < 3 or made.point["learning_rate"] < 1e-2]
     found = {cell.at: cell.gaps for cell in gaps.compared(runs, ("max_iters",), "learning_rate") if cell.gaps}
-    assert {rate: len(of) for rate, of in found.items()} == {1e-3: 2, 3e-3: 2, 1e-2: 1}
+    assert {rate: len(of) for rate, of in found.items()} == {1e-3: 3, 3e-3: 3, 1e-2: 2}
     assert all(list(of.values()) == pytest.approx([100 * rate] * len(of)) for rate, of in found.items())
     panels, _ = report(monkeypatch, tmp_path, runs, "--against=learning_rate")
     lines = [list(line.lines[0].get_ydata()) for line in panels[1].containers]
-    assert lines[0] == pytest.approx([5.5, 4.5, 6.0])  # the baseline's losses
+    assert lines[0] == pytest.approx([5.1, 5.3, 5.5])  # the baseline's losses
 
 
 TABLES = sorted(path for path in (ROOT / "results").rglob("gaps.md") if (path.parent / "gaps.png").exists())
