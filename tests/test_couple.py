@@ -28,6 +28,14 @@ def rms(h, eps: float):
     return (h.square().sum(-1) / h.shape[-1] + eps).sqrt()
 
 
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory):
+    """A run of three blocks with their norms."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    train(*flags(out, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
+    return out
+
+
 @every_family
 @torch.no_grad()
 def test_alpha_and_floor_are_the_least_squares(family):
@@ -135,28 +143,23 @@ SMOLLM2 = {  # KL by (kept blocks, alpha), as once measured
 
 
 @pytest.mark.parametrize(
-    ("asked", "choice"),
+    ("kl", "asked", "choice"),
     [
-        ({}, (2, "layer")),  # within a tenth of four kept blocks
-        ({"alpha": "mean"}, (2, "mean")),
-        ({"keep": 1}, (1, "layer")),
-        ({"keep": 0, "alpha": "mean"}, (0, "mean")),
+        (SMOLLM2, {}, (2, "layer")),  # within a tenth of four kept blocks
+        (SMOLLM2, {"alpha": "mean"}, (2, "mean")),
+        (SMOLLM2, {"keep": 1}, (1, "layer")),
+        (SMOLLM2, {"keep": 0, "alpha": "mean"}, (0, "mean")),
+        ({(0, "layer"): 0.1101, (1, "layer"): 0.1}, {}, (1, "layer")),
+        # rounding, of a network that nothing changes: it is coupled throughout
+        ({(0, "layer"): -1e-9, (1, "layer"): -1e-9}, {}, (0, "layer")),
     ],
 )
-def test_what_is_left_open_is_chosen_by_its_kl(asked, choice):
-    assert chosen(SMOLLM2, Couple(**asked)) == choice
+def test_what_is_left_open_is_chosen_by_its_kl(kl, asked, choice):
+    assert chosen(kl, Couple(**asked)) == choice
 
 
-def test_a_network_that_nothing_changes_is_coupled_throughout():
-    """KL is rounding there, and may be below 0."""
-    assert chosen({(0, "layer"): -1e-9, (1, "layer"): -1e-9}, Couple()) == (0, "layer")
-    assert chosen({(0, "layer"): 0.1101, (1, "layer"): 0.1}, Couple()) == (1, "layer")
-
-
-def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkeypatch):
-    base, out = tmp_path / "run", tmp_path / "coupled"
-    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
-    capsys.readouterr()
+def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "coupled"
     argv = [base, f"--data={corpus}", "--tokens=1000", "--window=32"]
     train(*argv, f"--out={out}", "--alpha=1.2", "--keep=1", program="scripts/couple.py")
     said = capsys.readouterr().out
@@ -203,12 +206,10 @@ def test_the_script_measures_writes_and_refuses(corpus, tmp_path, capsys, monkey
     assert set(tmp_path.iterdir()) == before, "a signal has left something"
 
 
-def test_the_original_is_run_once(corpus, tmp_path, capsys, monkeypatch):
+def test_the_original_is_run_once(base, corpus, tmp_path, capsys, monkeypatch):
     """Of all choices together: it reads the measured tokens, then the compared ones, each once; so does what
     every choice makes of it read those that are compared. The bars, which count tokens, end at their ends."""
-    base, read, bars = tmp_path / "run", Counter(), []
-    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=2, n_layer=3, gate_end=2))
-    forward = Transformer.forward
+    read, bars, forward = Counter(), [], Transformer.forward
 
     def watched(model, idx, *args, **how):
         read[model.config.norm] += idx.numel()
@@ -246,10 +247,9 @@ def test_divergences_are_those_of_one_pair_after_another():
         assert d == pytest.approx((*costs, kl), rel=1e-5)  # float32
 
 
-def test_alphas_are_fitted_to_the_kl(corpus, tmp_path, capsys):
+def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     """From what least squares gives: nearer to the original on the text that they are fitted on."""
-    base, out = tmp_path / "run", tmp_path / "out"
-    train(*flags(base, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
+    out = tmp_path / "out"
     how = ("--tokens=512", "--compared=64", "--window=32", "--steps=3", "--kept=0,1", "--kl_kept=1")
     deep = refused(capsys, base, f"--data={corpus}", f"--out={out}", program="scripts/studies/alphas.py")
     assert "has 3 blocks: 4 cannot be kept; lower --kept, --kl_kept" in deep
