@@ -383,6 +383,7 @@ def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
         (dict(init_from="resum"), ["did you mean resume"]),
         (dict(form="folded"), ["form=folded is not for new weights"]),
         (dict(init_from="resume"), ["resume", "ckpt.pt"]),
+        (dict(n_embd=10**8, n_head=4), ["memory"]),
     ):
         line = refused(capsys, *flags(run, corpus, **knobs))
         assert all(word in line for word in words) and not run.exists(), line
@@ -469,7 +470,3 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
         few = {"bench.py": ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"],
                "sample.py": ["--prompt=x", "--max_new_tokens=2"]}  # fmt: skip
         train(path, *few[program], program=program)
-
-
-def test_out_of_memory_is_one_line(corpus, tmp_path, capsys):
-    assert "memory" in refused(capsys, *flags(tmp_path / "run", corpus, n_embd=10**8, n_head=4))
