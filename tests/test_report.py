@@ -421,14 +421,13 @@ def test_refusals(tmp_path, capsys, monkeypatch):
 
 
 def test_a_base_is_one_run(tmp_path, capsys):
-    runs, out, empty = tmp_path / "runs", tmp_path / "out", tmp_path / "empty"
+    runs, out = tmp_path / "runs", tmp_path / "out"
     for seed in (1, 2):
         write_run(runs / f"vanilla/seed{seed}", "baseline", seed)
     out.mkdir()
-    empty.mkdir()
     (out / "evaluation.json").write_text("{}")
     for name in ("couple", "gpt2"):
-        for base, count in ((empty, 0), (runs / "vanilla", 2)):
+        for base, count in ((out, 0), (runs / "vanilla", 2)):
             said = refused(capsys, name, runs, f"--base={base}", f"--out={out}", program=REPORT)
             assert f"--base={base} holds {count} runs; name the folder of one" in said
 
