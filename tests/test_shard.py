@@ -14,7 +14,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from conftest import refuses, scale_of_difference
+from conftest import refuses, scale_of_difference, slow
 from running import ROOT, assert_same_log, cut_back, final, flags, launch, ran, refused, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,10 +131,7 @@ def test_a_sharded_step_asks_for_no_number(case):
     assert reads.count == 1
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("coupled", "dora")]
-
-
-@pytest.mark.parametrize("case", ["layernorm-internal-aux", "cbwc", *SLOW])
+@pytest.mark.parametrize("case", ["layernorm-internal-aux", "cbwc", slow("coupled"), slow("dora")])
 def test_a_sharded_run_in_bfloat16_is_the_same_but_for_its_digits(case):
     """Weights are gathered in bfloat16, but for centred ones, and stay in float32. One rank of a CPU."""
     found, ranks = {}, Ranks()
