@@ -15,10 +15,8 @@ from running import flags, said_by, train
 from model import NORMS, Transformer
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
-NORM = (
-    IMPORTS
-    + re.search(r"```python\n(class MeanAbs.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)[1]
-)
+PAGE = (ROOT / "docs/extending.md").read_text()
+NORM = IMPORTS + re.search(r"```python\n(class MeanAbs.*?)```", PAGE, re.S)[1]
 
 
 @pytest.fixture
