@@ -27,6 +27,7 @@ from scripts import sweep
 
 PAGES = [page for where in ("*", "config/*", "docs/**/*") for page in sorted(ROOT.glob(f"{where}.md"))]
 PAGES.append(ROOT / "results/README.md")
+on_each_of = partial(pytest.mark.parametrize, "page", ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def blocks(kind: str, *pages: str) -> list[str]:
@@ -154,7 +155,7 @@ def test_the_ablation_example_is_a_config_file(tmp_path):
     assert config.gate_start == config.max_iters // 4 and config.taper == "internal"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@on_each_of(PAGES)
 def test_every_command_is_one_that_works(page):
     for words in commands_in(page.read_text()):
         try:
@@ -182,7 +183,7 @@ def test_a_command_that_does_not_work_is_found_wherever_it_stands(command):
         check_command(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@on_each_of(PAGES)
 def test_no_command_stands_where_it_is_not_read(page):
     elsewhere = "```\na line\npython train.py\n```\nDo:\n\n    A=1 pytest tests\n"
     assert unread_commands(elsewhere) == ["python train.py", "A=1 pytest tests"]
@@ -282,7 +283,7 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
     assert ran.count("scripts/convert.py") == 5 and set(smaller) <= set(ran)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@on_each_of(PAGES)
 def test_a_page_is_whole(page):
     """Nothing is left to fill in, and what it links to or names is there. It can be read to the end."""
     text = page.read_text()
@@ -298,9 +299,7 @@ def test_a_page_is_whole(page):
 TICS = re.compile(r"told from|\bthat (\w+) (seeds|pairs|runs) show|\b(two|three|\d+) seeds show", re.I)
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "results/NOTES.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
-)
+@on_each_of([*PAGES, ROOT / "results/NOTES.md"])
 def test_a_page_is_in_plain_words(page):
     """Two habits that make prose hard: "told from" for every difference, and seeds that show."""
     assert TICS.search("cannot be told from it") and TICS.search("no gain that six pairs show")
