@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import faults
 import numpy as np
@@ -104,13 +105,12 @@ def test_files_of_other_formats(short, tmp_path, capsys):
     assert "format 2" in error and "format 1" in error and "use the version" in error
 
 
-def test_a_damaged_export_can_be_written_again(short, tmp_path):
-    run = shutil.copytree(short, tmp_path / "run")
-    export = run / "folded.pt"
+def test_a_damaged_export_can_be_written_again(short, copied):
+    export = copied / "folded.pt"
     export.write_bytes(export.read_bytes()[:5000])
-    with pytest.raises(BadFile, match=f"cannot be read.*--init_from=resume --out_dir={run} exports"):
-        open_model(run)
-    train(*resume(run))
+    with pytest.raises(BadFile, match=f"cannot be read.*--init_from=resume --out_dir={copied} exports"):
+        open_model(copied)
+    train(*resume(copied))
     assert_same(load_model(export).state_dict(), load_model(short / "folded.pt").state_dict())
 
 
@@ -151,10 +151,7 @@ def test_two_damaged_checkpoints_are_one_line(short, tmp_path, capsys):
 
 
 def test_where_a_file_cannot_have_two_names(short, corpus, tmp_path, monkeypatch):
-    def link(*_):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM))))
     train(*flags(tmp_path / "run", corpus, **SHORT))
     assert_same_run(short, tmp_path / "run")
     assert read_file(tmp_path / "run/ckpt.prev.pt")["progress"]["iter"] == 20
@@ -478,12 +475,8 @@ def test_a_damaged_log_is_not_thrown_away(copied, capsys):
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(copied, monkeypatch, capsys):
     for error in (OSError(errno.ESTALE, "Stale file handle"), RuntimeError("can't allocate memory")):
-
-        def failing(*_, error=error, **__):
-            raise error
-
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "load", failing)
+            patch.setattr(torch, "load", Mock(side_effect=error))
             assert "damaged" not in refused(capsys, *resume(copied))
         assert not (copied / "ckpt.bad.pt").exists()
     train(*resume(copied))
