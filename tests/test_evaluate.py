@@ -180,9 +180,8 @@ def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
     assert run(capsys, *flags)[1] == [row | {"kl": None} for row in rows]
     padded = put(tiny("layernorm", vocab_size=BPE_SIZE + 8, block_size=16), tmp_path / "padded")
     assert len(run(capsys, folders[0], padded, f"--data={text}")[1]) == 2
-    with refuses(
-        f"padded predicts {BPE_SIZE + 8} token ids, ", f" {BPE_SIZE}: they have no KL; leave --kl out"
-    ):
+    too_many = f"padded predicts {BPE_SIZE + 8} token ids, "
+    with refuses(too_many, f" {BPE_SIZE}: they have no KL; leave --kl out"):
         run(capsys, folders[0], padded, f"--data={text}", "--kl=True")
 
 
