@@ -27,6 +27,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -332,7 +333,7 @@ def config_target(material, case):
     assume(not any(a in ("--help", "-h") for a in flags))
     with workplace(material) as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(train, "open_corpus", accept)
+        patch.setattr(train, "open_corpus", Mock(side_effect=Accepted))
         patch.setattr(torch, "compile", lambda f, **_: f)
         base = folder / "base.py"
         base.write_text(f"dataset = {str(material.corpus)!r}\ndevice = 'cpu'\n")
@@ -351,10 +352,6 @@ def config_target(material, case):
             odd.write_text("seed = 3\n")
         words = [str(base), *paths] + [str(odd)] * (place != "file")
         check("config", "train.py", [*words, *flags], folder)
-
-
-def accept(*_):
-    raise Accepted
 
 
 # --- (b) corpora
@@ -589,18 +586,12 @@ sample_case = st.tuples(
 )
 
 
-def long_work(name, value, limits) -> bool:
-    """Whether this value asks for hours: it would be done as asked."""
-    return name in limits and isinstance(value, int) and value > limits[name]
-
-
 def argv_of(pairs, limits) -> list[str]:
-    values = [(n, x) for n, v in pairs for x in (v if isinstance(v, tuple) else (v,))]
-    assume(not any(long_work(n, x, limits) for n, x in values))
+    """The flags, unless one asks for hours: that would be done as asked."""
     argv = [f"--{flag_text(n)}={flag_text(v)}" for n, v in pairs]
-    asked = dict(a[2:].split("=", 1) for a in argv)  # a text may be a number too
-    numbers = {n: int(asked[n][:30]) for n in limits if asked.get(n, "").isdecimal()}
-    assume("--help" not in argv and not any(long_work(n, x, limits) for n, x in numbers.items()))
+    asked = [flag[2:].partition("=") for flag in argv]
+    numbers = [(name, int(x[:30])) for name, _, text in asked for x in text.split(",") if x.isdecimal()]
+    assume("--help" not in argv and not any(n > limits.get(name, n) for name, n in numbers))
     return argv
 
 
@@ -668,20 +659,6 @@ def cases_of(material) -> dict:
     }
 
 
-def fuzz(material, target: str, count: int, number: int = 0):
-    """`count` cases of one target; the same ones for the same number."""
-    strategy, run = cases_of(material)[target]
-
-    @seed(number)
-    @settings(max_examples=count, deadline=None, database=None, derandomize=False, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(strategy)
-    def all_cases(case):
-        run(material, case)
-
-    all_cases()
-
-
 # cases in the default suite and in the long one
 TARGETS = {"config": (160, 5000), "corpus": (20, 800), "model file": (40, 1200), "prompt": (100, 2500),
            "bench": (20, 500)}  # fmt: skip
@@ -691,9 +668,19 @@ LONG = pytest.param(True, marks=pytest.mark.slow(minutes=3))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("long", [False, LONG])
 def test_a_command_works_or_says_why_in_one_line(material, target, long, capsys):
+    """The same cases each time."""
     COUNTS.clear()
     began, count = time.perf_counter(), TARGETS[target][long]
-    fuzz(material, target, count, number=long)
+    strategy, run = cases_of(material)[target]
+
+    @seed(long)
+    @settings(max_examples=count, deadline=None, database=None, derandomize=False, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(strategy)
+    def all_cases(case):
+        run(material, case)
+
+    all_cases()
     kinds = ", ".join(f"{n} {outcome}" for (_, outcome), n in sorted(COUNTS.items()))
     with capsys.disabled():
         print(f"\n{target}: {kinds}; {time.perf_counter() - began:.0f} s" * long, end="")
