@@ -354,6 +354,8 @@ BAD_CONFIGS = [  # text, what the message must say; {path} stands for the file
     ("raise ValueError('two\\nlines')\n", "{path}:1: ValueError"),
     ("n_layer = 2\nx = '''\n", "{path}:2: unterminated"),
     ("n_layer = '\0'\n", "{path}:"),
+    ("dataset = 'a\\0b'\n", "{path}: dataset must be text"),
+    ("dataset = '\\ud800'\n", "{path}: dataset must be text"),
 ]
 
 

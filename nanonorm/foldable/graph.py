@@ -91,9 +91,7 @@ def capture(model: nn.Module, inputs, outputs: Callable | None) -> tuple:
 
     # clones, since export would take two arguments that are the same tensor for one
     args, kwargs = tree_map_only(torch.Tensor, torch.clone, split_inputs(inputs))
-    fast = torch.backends.mha.get_fastpath_enabled()
     handle = nn.modules.module.register_module_forward_hook(record, with_kwargs=True)
-    torch.backends.mha.set_fastpath_enabled(False)  # whose fused encoder layer would hide its LayerNorms
     try:
         with warnings.catch_warnings(action="ignore"):
             program = torch.export.export(Selected(model, outputs), args, kwargs, strict=False)
@@ -109,7 +107,6 @@ def capture(model: nn.Module, inputs, outputs: Callable | None) -> tuple:
     finally:
         handle.remove()  # leaves its entry in the next dictionary, which would slow down every later call
         nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class InDouble(TorchFunctionMode):
