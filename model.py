@@ -1,4 +1,4 @@
-"""The whole transformer, in plain code: settings, norms, tapers, attention, MLPs, blocks, cache.
+"""The whole transformer, in plain code: settings, norms, tapers, attention, MLPs, blocks.
 
 Pre-norm, causal; SwiGLU, RoPE, no bias and no dropout unless a knob says otherwise: GPT-2, Llama, Qwen2 and
 Qwen3 are settings of it. Three knobs choose the normalization: `norm` (which normalizer), `taper` (which of
@@ -11,7 +11,7 @@ Papers, cited below by these names:
     FakeLN         Baroni et al. 2025, arXiv 2507.02559, as its public code has it
     DyT            Zhu et al., arXiv 2503.10622;  Derf: the same with erf and a learned shift
 
-What becomes of a trained network (unfused, folded, written to a file) is in forms.py. `@fast(kernel)` names a
+What becomes of a trained network (unfused, folded, read from a file) is in forms.py. `@fast(kernel)` names a
 function of nanonorm/kernels.py that computes the same faster on some machines; nothing here depends on it.
 
 Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = head_dim, F = hidden, V vocabulary.
