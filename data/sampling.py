@@ -29,6 +29,13 @@ def windows(tokens, starts, length: int, device):
     return ids[:, :-1], ids[:, 1:]
 
 
+def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.ndarray:
+    """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it: at
+    multiples of `apart`."""
+    count = max(1, min(tokens, length - 1) // window)
+    return np.linspace(0, (length - 1 - window) // apart, count).astype(np.int64) * apart
+
+
 def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> np.ndarray:
     """Where the windows of these numbers in optimizer step `step` start, int64, drawn cfg.draw_size at a
     time, at multiples of `apart`."""

@@ -3,8 +3,8 @@
     python data/windows.py data/stories data/books --block_size=256 --out_dir=data/mixed
 
 A trained network treats the first position unlike any other, and one that learned with a begin token there
-expects it. train.py, scripts/couple.py and scripts/evaluate.py read such a corpus window by window, with this
-block_size and no other.
+expects it. train.py and scripts/couple.py read such a corpus window by window, with this block_size and no
+other; scripts/evaluate.py and stream.py read it in blocks of any other as one stream, and say so.
 
 Each corpus gives as much, from all over its text: --train_tokens of its training split and --val_tokens of
 its validation split, or all that it has. The last target of a window is the begin token of the next one,

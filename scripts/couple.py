@@ -33,7 +33,7 @@ from tqdm import tqdm
 from begin import begun_from, untapered  # not found? pip install -e .
 from config import Config
 from data import corpus_folder, open_corpus, refuse_other_tokens, write_tokenizer
-from data.sampling import windows
+from data.sampling import spread_starts, windows
 from data.tokenizer import load_tokenizer
 from forms import config_of
 from model import RMSNorm, Transformer
@@ -72,13 +72,6 @@ class Couple:
 
 # ---------------------------------------------------------------------------------------------------------
 # measured
-
-
-def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.ndarray:
-    """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it: at
-    multiples of `apart`."""
-    count = max(1, min(tokens, length - 1) // window)
-    return np.linspace(0, (length - 1 - window) // apart, count).astype(np.int64) * apart
 
 
 @torch.no_grad()
@@ -294,7 +287,7 @@ def main():
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         write_json(folder / "couple.json", as_json(rms, own, found, choice), indent=1)
     distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --coupled_grad=True"
-    block = min(1024, student.config.block_size)  # else it has to be named
+    block = corpus.get("block_size", min(1024, student.config.block_size))  # else it has to be named
     print(f"wrote {cfg.out}\nnext: {distil} --dataset={cfg.data} --block_size={block}")
 
 

@@ -84,10 +84,18 @@ class Text:
             raise BadInput(f"{held}, not one block of {T}; name more text")
         return self.tokens[: n * T].reshape(n, T)
 
-    def bits_per_byte(self, ce: float) -> float | None:
-        """By the bytes a token of the whole split, which the blocks leave a little of out."""
+    def remark_on(self, T: int):
+        """Say so if the text is cut into other blocks."""
+        cut = self.manifest.block_size
+        if cut not in (None, T):
+            say(f"{self.name} is cut into blocks of {cut}; it is read as one stream, in blocks of {T}")
+
+    def bits_per_byte(self, ce: float, T: int) -> float | None:
+        """By the bytes a token of the whole split, which the blocks of T leave a little of out. A window of
+        data/windows.py begins with a token that has no bytes and is never a target."""
         m = self.manifest
-        return None if m.val_bytes is None else ce * m.val_tokens / math.log(2) / m.val_bytes
+        first = m.val_tokens / T if m.block_size == T and m.set is None else 0
+        return None if m.val_bytes is None else ce * (m.val_tokens - first) / math.log(2) / m.val_bytes
 
 
 def open_text(name: str) -> Text:
@@ -111,9 +119,7 @@ def common_block_size(k: Evaluate, networks: list[Network], texts: list[Text]) -
     if T < 2:
         raise BadInput("a block of 1 token has no target; --block_size must be 2 at least")
     for text in texts:
-        cut = text.manifest.block_size
-        if cut not in (None, T):
-            say(f"{text.name} is cut into blocks of {cut}; it is read as one stream, in blocks of {T}")
+        text.remark_on(T)
     return T
 
 
@@ -188,7 +194,7 @@ def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla:
             return row | {"targets": 0, "end_targets": None} | nothing
         losses, theirs, blocks, kl = (None if t is None else t[good] for t in (losses, theirs, blocks, kl))
     row |= summary(losses, blocks[:, 1:], text.manifest.end_token_id)
-    row["bits_per_byte"] = text.bits_per_byte(row["ce"])
+    row["bits_per_byte"] = text.bits_per_byte(row["ce"], T)
     row["kl"] = None if kl is None else kl.mean(dtype=np.float64).item()
     row["gap"] = row["ce"] - theirs.mean(dtype=np.float64).item()
     place = row_of(network.title, network.layers, network.width)

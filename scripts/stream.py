@@ -72,6 +72,7 @@ def windows_of(text: Text, k: Knobs, T: int) -> np.ndarray:
     """Windows from all of a text, (n, T) ids, the begin token in front included. Raises: BadInput."""
     front = k.begin is not None
     blocks = text.blocks(T - front, None)
+    text.remark_on(T - front)
     some = blocks[np.linspace(0, len(blocks) - 1, min(len(blocks), max(1, k.tokens // T))).astype(int)]
     return np.insert(some, 0, k.begin, axis=1) if front else some
 

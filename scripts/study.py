@@ -242,6 +242,7 @@ class Study:
 
     def run(self, step: Step):
         """A command of this checkout, as a process of its own."""
+        self.record.pop(step.key, None)
         self.forget_what_follows(step)
         for path in filter(None, (step.makes, step.stdout)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +263,8 @@ class Study:
             said += "not all of it was done\n"
         print(said, end="", flush=True)
         text = "".join(line for line in said.splitlines(True) if not line.startswith("{"))
-        self.record[step.key] = {"words": step.words, "said": text, "stdout": step.stdout}
+        words = None if child.returncode else step.words  # None: not done, the next call tries again
+        self.record[step.key] = {"words": words, "said": text, "stdout": step.stdout}
         write_json(self.path, self.record, indent=1)
         if step.stdout:  # what shares the file follows each other in it, done in this call or before
             numbers = {number_of(s.key) for s in self.steps if s.stdout == step.stdout}

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 
@@ -204,6 +205,14 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert set(tmp_path.iterdir()) == before, "a signal has left something"
+
+
+def test_the_next_command_reads_a_corpus_as_it_is_cut(base, corpus, tmp_path, capsys):
+    cut, meta = shutil.copytree(corpus, tmp_path / "cut"), json.loads((corpus / "meta.json").read_text())
+    (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
+    words = [base, f"--data={cut}", "--tokens=64", "--window=16", "--compared=32", "--alpha=mean", "--keep=0"]
+    train(*words, f"--out={tmp_path / 'out'}", program="scripts/couple.py")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"--dataset={cut} --block_size=16")
 
 
 def test_the_original_is_run_once(base, corpus, tmp_path, capsys, monkeypatch):

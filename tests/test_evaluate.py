@@ -163,6 +163,15 @@ def test_a_set_that_is_cut_is_recut_only_with_a_remark(capfd, text, tmp_path):
     assert rows[0]["bits_per_byte"] is None and rows[0]["ce"] == rows[1]["ce"]
 
 
+def test_a_window_begins_with_a_token_that_has_no_bytes(capsys, text, tmp_path):
+    folder, meta = put(network(), tmp_path / "run", text), json.loads((text / "meta.json").read_text())
+    copy, bits = shutil.copytree(text, tmp_path / "cut"), []
+    for cut in (16, 32):
+        (copy / "meta.json").write_text(json.dumps(meta | {"block_size": cut}))
+        bits += [row["bits_per_byte"] for row in run(capsys, folder, f"--data={copy}")[1]]
+    assert bits[0] == pytest.approx(bits[1] * 15 / 16, rel=EXACT)
+
+
 def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
     """As its definition has it, at every target; the vanilla network has none. The losses stay."""
     models = [network(seed=seed) for seed in (0, 1)]

@@ -57,6 +57,14 @@ def test_each_removal_has_its_row():
         assert row[2] == f"{LEVEL:.4f} ± 0.0000" and [float(x.split()[0]) for x in row[3:]] == [0.0, 0.0]
 
 
+def test_a_removal_behind_the_last_step_has_no_row():
+    runs = [run(protocol, 1) for protocol in ("fakeln", "vanilla")]
+    events = r.events_of(runs[0])
+    for of in runs:
+        del of.lines[max(events) :]
+    assert len(r.event_table(runs[:1], runs[1:]).splitlines()) == 2 + len(events) - 1
+
+
 def test_runs_that_cannot_be_compared_are_one_line():
     runs = {"vanilla": [run("vanilla", 1)], "fakeln": [run("fakeln", 1)]}
     whole = {"books": {("before", ""): {}, ("vanilla", "seed1"): {}, ("fakeln", "seed1"): {}}}

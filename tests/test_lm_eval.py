@@ -72,6 +72,17 @@ def test_beside_a_sink_no_row_is_padded(tmp_path):
         assert harness.batch_size(tmp_path) == size
 
 
+@pytest.mark.parametrize("named", [["--tasks", "a,b"], ["--tasks=a,b"], ["--tasks", "a", "b"]])
+def test_tasks_that_are_named_run_once(named, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(harness, "refuse", lambda k: None)
+    monkeypatch.setattr(harness, "put_model", lambda path, folder: folder.mkdir())
+    monkeypatch.setattr(harness, "evaluate", lambda task, n, args, flags, log: asked.append((task, flags)))
+    monkeypatch.setattr(sys, "argv", ["run.py", "DIR", "--limit", "9", *named])
+    harness.main()
+    assert asked == [("a,b", ["--limit", "9"])]
+
+
 def test_the_reason_is_the_last_error_and_no_progress_bar():
     said = ["ValueError: the first", "RuntimeError: the last", "Running loglikelihood requests: 0%|  | 0/9"]
     assert harness.reason(said) == said[1] and harness.reason(said[2:]) == said[2]

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import asdict
 from itertools import product
@@ -381,11 +382,21 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, corpus, tmp_path):
     torch.save(model.to_file({"phase": "scale", "gate": 0.0}), folder / "model.pt")
     run = load(folder)
     run.head["corpus"]["tokenizer_sha256"] = load_tokenizer(corpus).sha256
-    found = residual.stream_rms(run, 70)
-
     val = np.fromfile(corpus / "val.bin", "<u2").astype(np.int64)
-    starts = [(len(val) - 16) * i // 3 for i in range(4)]  # windows from end to end
-    idx = torch.from_numpy(np.stack([val[i : i + 16] for i in starts]))
+    meta, cut = json.loads((corpus / "meta.json").read_text()), shutil.copytree(corpus, tmp_path / "cut")
+    (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
+    for apart, folder in ((1, corpus), (16, cut)):  # of whole windows, where the corpus is cut into them
+        run.settings["dataset"] = str(folder)
+        starts = [(len(val) - 17) // apart * i // 3 * apart for i in range(4)]  # from end to end
+        expected = rms_of(model, variant, torch.from_numpy(np.stack([val[i : i + 16] for i in starts])))
+        assert np.allclose(residual.stream_rms(run, 70), expected, rtol=1e-4)
+    run.head["corpus"]["tokenizer_sha256"] = "0"
+    with pytest.raises(Unusable, match="another corpus"):
+        residual.stream_rms(run, 64)
+
+
+def rms_of(model, variant, idx) -> np.ndarray:
+    """What stream_rms finds in windows idx, written out."""
     with torch.no_grad():
         x, expected = model.tok_emb(idx), []
         for block in model.blocks:
@@ -398,10 +409,7 @@ def test_stream_rms_is_the_rms_of_the_stream(variant, corpus, tmp_path):
             a, b = x.square().mean(-1).sqrt(), h.square().mean(-1).sqrt()
             expected.append([a.mean().item(), b.mean().item(), (b / a).mean().item()])
             x = after
-    assert np.allclose(found, np.array(expected).T, rtol=1e-4)
-    run.head["corpus"]["tokenizer_sha256"] = "0"
-    with pytest.raises(Unusable, match="another corpus"):
-        residual.stream_rms(run, 64)
+    return np.array(expected).T
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):

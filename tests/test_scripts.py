@@ -69,7 +69,8 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     [
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
-        ("--mode=prefill --block_size=64", "lower --seq"),
+        ("--mode=prefill --block_size=64", "129 tokens do not fit into 64; lower --seq"),
+        ("--mode=prefill --shape=llama --seq=1024", "1025 tokens do not fit into 1024; lower --seq"),
         ("--who=folded", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
     ],
@@ -83,6 +84,7 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
     k = peers.Peers(n_layer=1, n_head=2, vocab_size=50, block_size=16)
     peers.refuse(k)
+    peers.refuse(peers.Peers(mode="prefill", shape=("llama",), seq=600))  # whose context is 1,024
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out
@@ -152,6 +154,17 @@ def test_graphs_that_are_kept_are_of_one_shape(tmp_path, capsys, monkeypatch):
     assert said in capsys.readouterr().err
     (tmp_path / "settings.json").unlink()  # a graph of nobody knows what
     assert status("--new_tokens=3") == 2 and "begun with n_layer=unknown" in capsys.readouterr().err
+
+
+def test_a_graph_that_was_not_finished_is_not_kept(tmp_path, monkeypatch):
+    def stopped(model, path):
+        path.write_bytes(b"part")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtimes, "export_with_past", stopped)
+    how = ["--runtimes=onnxruntime", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32"]
+    assert exit_status(runtimes.main, "scripts/speed/runtimes.py", *how) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_a_run_whose_gates_wait_is_in_its_blend_for_as_long():

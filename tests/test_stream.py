@@ -112,12 +112,16 @@ def test_a_planted_sink_is_found_and_set_apart(capsys, text, tmp_path):  # noqa:
     assert f"({figure.name})" in (tmp_path / "out/stream.md").read_text()
 
 
-def test_a_begin_token_stands_in_front_of_each_window(text):  # noqa: F811
+def test_a_begin_token_stands_in_front_of_each_window(text, capsys):  # noqa: F811
     held = stream.open_text(str(text))
     windows = stream.windows_of(held, stream.Knobs(begin=7, tokens=64), 16)
     assert windows.shape == (4, 16) and (windows[:, 0] == 7).all()
     blocks = blocks_of(text, 15).numpy()
     assert (windows[0, 1:] == blocks[0]).all() and (windows[-1, 1:] == blocks[-1]).all()
+    held.manifest.block_size = 16
+    for begin in (None, 7):
+        stream.windows_of(held, stream.Knobs(begin=begin, tokens=64), 16)
+        assert ("is cut into blocks of 16" in capsys.readouterr().err) == (begin == 7)
 
 
 NETWORKS = ["rmsnorm", "layernorm-internal-aux", "cbwc", "coupled", "dyt"]

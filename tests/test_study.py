@@ -281,6 +281,8 @@ def test_steps_follow_each_other_in_one_file_whatever_interrupts_them(toy, tmp_p
         toy(WORDS, some, say="import sys\nsys.argv[1] == 'such' and sys.exit(2)\nprint(sys.argv[1])")
     said = (tmp_path / "out/said.txt").read_text().splitlines()
     assert said == ["no", "not all of it was done", "run"]
+    toy(WORDS, "--word=no,such,run", say="import sys\nprint(sys.argv[1])")  # what failed is tried again
+    assert (tmp_path / "out/said.txt").read_text().split() == ["no", "such", "run"]
 
 
 def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(toy, tmp_path):
@@ -337,6 +339,14 @@ def test_a_step_that_fails_ends_the_study_with_its_reason(toy, tmp_path):
     error = toy(fails + MAKES_B, ends=2)
     assert "join_texts.py: name the file" in error[-2] and "a step failed, its reason is above: " in error[-1]
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_step_that_failed_has_left_is_not_taken_for_another_values(toy, tmp_path):
+    steps = '[values]\nw = "A"\n[[steps]]\nmakes = "{out}/f"\nrun = "{say} {w} {out}/f"\n'
+    say = "import sys\nw, path = sys.argv[1:]\nopen(path, 'w').write(w)\nsys.exit(w == 'B')"
+    for argv, ends in (((), 0), (("--w=B",), 2), ((), 0)):
+        toy(steps, *argv, say=say, ends=ends)
+    assert (tmp_path / "out/f").read_text() == "A"
 
 
 def test_a_star_that_matches_nothing_is_said(toy, tmp_path):

@@ -12,6 +12,7 @@ often it did is said. GPQA is gated: `hf auth login`, and accept its terms. HF_H
 from the cache. Needs the packages of requirements-export.txt.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -29,6 +30,8 @@ from nanonorm.files import ROOT, json_object
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
+TASKS_FLAG = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+TASKS_FLAG.add_argument("--tasks", nargs="+")
 
 
 @dataclass
@@ -121,6 +124,7 @@ def main() -> int:
         (work / "text").symlink_to(Path(k.text).resolve())
         (work / "choices").symlink_to(Path(k.choices).resolve())
         model_args = f"pretrained={work}/model,trust_remote_code=True,dtype={k.dtype}"
+        named, flags = TASKS_FLAG.parse_known_args(flags)
         tasks, examples = ON_THE_HUB, 5
         if k.local:
             for task in TASKS.glob("*.yaml"):
@@ -130,6 +134,7 @@ def main() -> int:
             tasks, examples = ("local_choice,local_text",), 0
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
+        tasks = (",".join(named.tasks),) if named.tasks else tasks
         finished = [evaluate(task, examples, model_args, flags, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 

@@ -295,6 +295,10 @@ def print_table(k: Peers, title: str, rows: list[dict]):
     print(f"\n{markdown(cells, heads)}\n", flush=True)
 
 
+def context_of(k: Peers) -> int:
+    return max(k.block_size, 1024) if k.shape else k.block_size
+
+
 def refuse(k: Peers):
     """Refuse what cannot be compared, before minutes are spent. Raises: BadInput."""
     if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
@@ -302,10 +306,9 @@ def refuse(k: Peers):
     if k.network and not (Path(k.network) / "config.json").exists():
         raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
     check_out("out", k.out, ".json")
-    longest = max(k.seq + 1, 8 + k.new_tokens)
-    if k.mode != "train" and not k.network and longest > k.block_size:
-        remedy = "lower --seq or --new_tokens"
-        raise BadInput(f"{longest} tokens do not fit into block_size={k.block_size}; {remedy}")
+    longest, context = max(k.seq + 1, 8 + k.new_tokens), context_of(k)
+    if k.mode != "train" and not k.network and longest > context:
+        raise BadInput(f"{longest} tokens do not fit into {context}; lower --seq or --new_tokens")
     if not contestants(k):
         raise BadInput(f"--who={','.join(k.who)} is nobody in mode={k.mode}")
 
@@ -316,8 +319,7 @@ def main():
     refuse(k)
     networks = {f"n_embd {width}": k.config(width) for width in widths}
     if k.shape:
-        longest = max(k.block_size, 1024)
-        networks = {name: replace(shape_of(SHAPES[name]), block_size=longest) for name in k.shape}
+        networks = {name: replace(shape_of(SHAPES[name]), block_size=context_of(k)) for name in k.shape}
     if k.network:
         networks = {Path(k.network).name: None}
     keep_freed_memory()

@@ -30,6 +30,7 @@ from nanonorm import kernels
 from nanonorm.cache import KVCache
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
+from nanonorm.files import atomic_write
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns
@@ -157,7 +158,8 @@ def program(k: Runtimes, name: str, T: int, path: Path) -> Path:
             graph = torch.export.export(Static(network(k, name), k.seq + k.new_tokens), inputs)
         parts = [xnnpack.XnnpackPartitioner()]
         lowered = exir.to_edge_transform_and_lower(graph, partitioner=parts).to_executorch()
-        path.write_bytes(lowered.buffer)
+        with atomic_write(path) as f:
+            f.write(lowered.buffer)
     return path
 
 
@@ -226,7 +228,10 @@ def main():
         for name in k.networks:
             path = folder / f"{name}.onnx"
             if not path.exists() and set(k.runtimes) & set(FROM_ONNX):
-                export_with_past(network(k, name), path)
+                with tempfile.TemporaryDirectory(dir=folder) as part:  # the graph is moved last
+                    export_with_past(network(k, name), Path(part, path.name))
+                    for made in sorted(Path(part).iterdir(), key=lambda made: made.name == path.name):
+                        made.rename(folder / made.name)
             expected[name] = next(served(k, "torch", name, path))
         for runtime in k.runtimes:
             times, rows = timed(k, runtime, folder, expected), []

@@ -36,7 +36,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import ROOT, write_file
 from nanonorm.machine import processor
 from nanonorm.run import given_weights
-from nanonorm.tables import markdown, report_folder
+from nanonorm.tables import markdown, report_folder, write_csv
 from nanonorm.typed import Count, Whole
 from scripts.convert import Convert, exported
 from scripts.speed.tables import refuse_other_settings
@@ -152,7 +152,7 @@ def seconds_of(k: Serving, contestant: Contestant, folder: Path) -> dict[int, li
 
 
 def read_rows(path: Path) -> list[dict]:
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
 def tables(rows: list[dict]) -> str:
@@ -194,14 +194,13 @@ def main():
         for name in random.Random(k.seed + turn).sample(k.who, len(k.who)):
             mode = k.mode if CONTESTANTS[name].engine == "vllm" else "as it comes"
             key = (mode, name, str(turn))
-            if key in {tuple(row[c] for c in COLUMNS[:3]) for row in read_rows(path)}:
+            lines = [list(row.values()) for row in read_rows(path)]
+            if list(key) in [line[:3] for line in lines]:
                 continue
             found = seconds_of(k, CONTESTANTS[name], folders[name])
-            lines = [] if path.exists() and path.stat().st_size else [COLUMNS]
             for size, seconds in found.items():
                 lines += [[*key, size, k.new_tokens, i, f"{s:.4f}"] for i, s in enumerate(seconds)]
-            with path.open("a") as f:
-                csv.writer(f, lineterminator="\n").writerows(lines)
+            write_csv(path, COLUMNS, lines)
             print(*key, found, flush=True)
     machine = f"{processor(torch.device('cpu'))}, {k.threads} threads"
     print(f"{tables(read_rows(path))}\n\n{machine}, torch {torch.__version__}")

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from begin import untapered  # not found? pip install -e .
 from data import corpus_folder, open_corpus
-from data.sampling import windows
+from data.sampling import spread_starts, windows
 from forms import config_of
 from model import RMSNorm
 from nanonorm.cli import parse
@@ -30,7 +30,7 @@ from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Whole
-from scripts.couple import compare, coupled, measure, spread_starts
+from scripts.couple import compare, coupled, measure
 from scripts.studies.figures import Figures
 from scripts.studies.residual import watched
 

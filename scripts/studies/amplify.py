@@ -116,6 +116,8 @@ def main():
         raise BadInput("name networks, and --data=FOLDER[,FOLDER...]")
     check_out("out", k.out, ".csv")
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
+    for text in texts:
+        text.remark_on(k.window)
     networks = checked(list(dict.fromkeys(words)), texts)
     found = {network.name: measured(network, k, texts) for network in networks}
     if len({len(of.left) for of in found.values()}) > 1:

@@ -138,7 +138,7 @@ def event_table(fakeln: list[FinishedRun], vanilla: list[FinishedRun]) -> str:
     is the first without the norm, and before the next event."""
     steps, values = curve(fakeln, "train/ce", vanilla)  # a log line n is of the step n - 1
     of_step = dict(zip(steps - 1, values.T, strict=True))  # {step: (runs)}
-    events = sorted(events_of(fakeln[0]).items())
+    events = sorted(event for event in events_of(fakeln[0]).items() if event[0] <= max(of_step))
     ends = [step for step, _ in events[1:]] + [min(events[-1][0] + 10 * NEAR, max(of_step) + 1)]
 
     def mean_before(step: int):

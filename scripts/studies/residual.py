@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from data import corpus_folder, open_corpus
+from data.sampling import spread_starts, windows
 from forms import from_file
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.run import given_weights
@@ -51,8 +52,8 @@ def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
         model = from_file(*given_weights(str(run.folder)))
     except (BadInput, ModelError) as e:
         raise Unusable(str(e)) from None
-    starts = np.linspace(0, len(val) - length, max(1, min(tokens, len(val)) // length)).astype(int)
-    ids = np.stack([val[i : i + length] for i in starts]).view(f"<u{val.itemsize}")  # back to unsigned
+    starts = spread_starts(len(val), length, tokens, meta.get("block_size", 1))
+    ids, _ = windows(torch.from_numpy(val), starts, length, "cpu")
     found = []  # three means a block
 
     def see(i, *stream):
@@ -60,7 +61,7 @@ def stream_rms(run: FinishedRun, tokens: int) -> np.ndarray:
         found.append([x.mean().item(), h.mean().item(), (h / x).mean().item()])
 
     with watched(model, see):
-        model(torch.from_numpy(ids.astype(np.int64)), last_only=True)
+        model(ids, last_only=True)
     return np.array(found).T
 
 
@@ -83,6 +84,6 @@ def residual_study(rows: dict[str, list[FinishedRun]], tokens: int) -> list[str]
     if not cells:
         return text
     said = "Of a block: RMS before attention / before the MLP, and alpha, the mean of a token's second over "
-    said += f"its first; over {tokens:,} tokens from all of the validation split, and over seeds."
+    said += f"its first; over up to {tokens:,} tokens from all of the validation split, and over seeds."
     head = ["", "n", "mean alpha", *(f"block {i}" for i in range(max(map(len, cells)) - 3))]
     return [markdown(cells, head), said, *text]
