@@ -22,7 +22,7 @@ from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates, thin
 from nanonorm.knobs import off
-from nanonorm.machine import autocast, uncompiled, versions
+from nanonorm.machine import autocast, versions
 from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
 
@@ -206,7 +206,7 @@ def distance_of(pair: Distilled, start: Beginning, val_tokens, device, dtype) ->
     student = pair.student.eval()
     torch.nn.ModuleList(student.taper_norms().values()).train()
     x, y = (t.to(device) for t in few_windows(val_tokens, student.config))
-    with autocast(device, dtype), uncompiled(start.settings.compile):
+    with autocast(device, dtype):
         found = divergence(pair.teacher, student, zip(x.split(1), y.split(1), strict=True))
     pair.train()
     return [f"from teacher to student: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]

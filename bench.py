@@ -37,6 +37,7 @@ from nanonorm.machine import keep_freed_memory, pick_device, processor
 from nanonorm.onnx import need_onnx
 from nanonorm.plots import draw_speedups, pyplot
 from nanonorm.run import EXPORTS, checkpoint_step, open_model
+from nanonorm.scale import drop_held
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
 from nanonorm.typed import Count, Whole
 
@@ -151,6 +152,8 @@ def build(names, shape: ModelConfig, run: dict, device, dtype, seed: int) -> dic
         models[name] = known[key][source] if source == form else FORMS[form](known[key][source])
     columns = any(in_columns(model) for model in run.values())
     copies = {name: laid_out(copy.deepcopy(m).to(device, dtype), columns) for name, m in models.items()}
+    for model in copies.values():
+        drop_held(model)  # site losses and ceilings, which training alone has a use for
     return {name: m.requires_grad_(False).eval() for name, m in copies.items()}
 
 

@@ -13,7 +13,7 @@ from model import ModelConfig, ModelKnobs
 from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
-from nanonorm.knobs import V2, Anew, Needs, Since, facts, off
+from nanonorm.knobs import V2, Anew, Needs, Since, brought, facts, off
 from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
@@ -206,7 +206,7 @@ class Config(ModelKnobs):
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
         chosen = explicit & {"taper", "aux_weight", "site_weight", "norm"}  # with what they bring
-        anew = (explicit | set(off(ModelKnobs, *chosen))) & free | {"dropout"}
+        anew = (explicit | brought(base, *chosen)) & free | {"dropout"}
         return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in anew})
 
     def remarks(self) -> list[str]:

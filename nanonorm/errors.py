@@ -22,7 +22,7 @@ class BadFile(ModelError):
 
 def out_of_memory(e: Exception) -> bool:
     """Whether this is memory that could not be had, a CPU's or a GPU's."""
-    return isinstance(e, MemoryError) or re.search("allocate|out of memory", str(e)) is not None
+    return isinstance(e, MemoryError) or re.search(r"\ballocate\b|out of memory", str(e)) is not None
 
 
 @contextlib.contextmanager

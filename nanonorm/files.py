@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
-from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.errors import BadFile, BadInput, ModelError, out_of_memory
 
 try:
     import fcntl
@@ -215,7 +215,7 @@ def read_file(path, whole: bool = True, hollow: bool = False) -> dict:
     except Exception as e:
         of_the_file = (None, errno.EINVAL)  # EINVAL: an offset that a damaged file names
         disk = isinstance(e, OSError) and e.errno not in of_the_file
-        if disk or isinstance(e, MemoryError) or "allocate" in str(e):
+        if disk or out_of_memory(e):
             raise  # the file may be as good as ever
         reason = str(e).split(". ")[0].split("\n")[0][:120] or type(e).__name__
         what = "it is damaged, cut short or was not written by this project"

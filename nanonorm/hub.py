@@ -8,7 +8,6 @@ one, and gguf.py reads it.
 """
 
 import difflib
-import json
 import os
 import re
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 from nanonorm import families
 from nanonorm.errors import BadFile, BadInput, ModelError
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
-from nanonorm.files import atomic_write, is_gguf, json_object, sync, sync_folder, writing
+from nanonorm.files import is_gguf, json_object, sync, sync_folder, write_json, writing
 from nanonorm.gguf import read_gguf
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; fetching keeps the client's own timeouts
@@ -243,8 +242,7 @@ def write_pretrained(file: dict, folder: str | Path):
     keys |= {key: base.get(key) for key in TOKEN_IDS}
     keys["torch_dtype"] = str(state["tok_emb.weight"].dtype).removeprefix("torch.")
     write_weights(tensors, Path(folder))
-    with atomic_write(Path(folder) / "config.json", "w") as f:
-        f.write(json.dumps(keys, indent=2) + "\n")
+    write_json(Path(folder) / "config.json", keys, indent=2)
 
 
 def write_weights(tensors: dict, folder: Path):

@@ -73,6 +73,14 @@ def off(knobs: type, *choices: str) -> dict:
     return {f.name: f.default for f in fields(knobs) if f.name in refused.union(choices)}
 
 
+def brought(settings, *choices: str) -> set[str]:
+    """Names of these knobs, and of those that are refused without them, but for what `settings` read for the
+    sake of another knob."""
+    needs = facts(type(settings), Needs)
+    kept = {name for name in needs if any(n.knob not in choices and n.met(settings) for n in needs[name])}
+    return off(type(settings), *choices).keys() - kept
+
+
 def is_read(knob: str, settings) -> bool:
     """Whether a run with these settings, or a network of theirs, reads a knob."""
     needs = facts(type(settings), Needs).get(knob, ())

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import refuses, same_state
+from conftest import refuses, same_state, tiny
 
 import bench
 from forms import FOLD_TOLERANCE, FORMS, fold, load_model, unfuse
@@ -73,6 +73,14 @@ def test_all_variants_lie_in_memory_as_the_runs_own(columns, tmp_path):
     idx = torch.arange(8)[None]
     with torch.inference_mode():
         torch.testing.assert_close(models["baseline"](idx), model(idx))
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+def test_no_form_is_timed_with_what_training_holds(with_run):
+    model = tiny("rmsnorm", dtype=torch.float32, site_weight=1.0).eval()
+    run = {"trained": model} if with_run else {}
+    built = bench.build(("baseline", "folded"), model.config, run, CPU, torch.float32, seed=0)
+    assert not any(part._forward_pre_hooks for m in built.values() for part in m.modules())
 
 
 def test_a_figure_is_drawn(capsys, tmp_path):

@@ -684,8 +684,9 @@ def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys):
         with pytest.raises(SystemExit) as end, one_line_errors(KeyError):
             raise error
         assert [end.value.code, capsys.readouterr().err] == wanted
-    with pytest.raises(RuntimeError, match="a bug"), one_line_errors():  # which is not bad input
-        raise RuntimeError("a bug")
+    for bug in ("a bug", "its data is not allocated yet"):  # which is neither bad input nor full memory
+        with pytest.raises(RuntimeError, match=bug), one_line_errors():
+            raise RuntimeError(bug)
 
 
 def test_an_exception_leaves_the_old_file_and_no_temporary(tmp_path):

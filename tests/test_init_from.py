@@ -10,6 +10,7 @@ from conftest import BPE_SIZE, norm_names, randomize, slow
 from running import assert_goes_on_from, assert_same_log, compiling, flags, metrics, ran, refused, train
 from test_hub import made
 
+from config import Config
 from data.tokenizer import load_tokenizer
 from forms import fold, load_model
 from model import ModelConfig, Transformer
@@ -362,6 +363,17 @@ def test_details_of_a_taper_go_with_it(corpus, tmp_path):
     train(*started(tmp_path / "run", corpus, tmp_path / "m.pt", taper="none", **TWO_STEPS))
     settings = json.loads((tmp_path / "run/config.json").read_text())
     assert (settings["taper_qk"], settings["calib_skip_first"], settings["qk_norm"]) == (False, False, True)
+
+
+def test_what_two_of_a_files_losses_read_stays_with_the_one_that_stays():
+    """A site loss that is asked for brings its own knobs; what the file's taper reads, too, is the file's."""
+    base = ModelConfig(**SMALL, taper="internal", ema_rate=0.1, calib_skip_first=True, sink_multiple=4.0)
+    file = Transformer(base).to_file({"gate": 1.0, "phase": "norm"})
+    new = Config(site_weight=1.0, site_far=2.0).started_from(file, {"site_weight"}, "x.pt")
+    assert (new.taper, new.site_weight, new.site_far) == ("internal", 1.0, 2.0)
+    assert (new.ema_rate, new.calib_skip_first, new.sink_multiple) == (0.1, True, 4.0)
+    new = Config().started_from(file, {"taper"}, "x.pt")
+    assert (new.taper, new.calib_skip_first, new.sink_multiple) == ("none", False, None)
 
 
 # --- dropout's masks are a function of (seed, step, micro-batch)
