@@ -58,7 +58,7 @@ def documents(path: str | Path):
         raise BadInput(f"cannot read {path}: {e.strerror}") from None
 
 
-def local_splits(text: str, val_text: str) -> tuple[tuple[Callable, Callable], str]:
+def local_splits(text: str | Path, val_text: str | Path) -> tuple[tuple[Callable, Callable], str]:
     """(the documents of both files, each a call that reads them anew; what text this is)."""
     splits = (lambda: documents(text)), (lambda: documents(val_text))
     return splits, f"{text} (train) and {val_text} (val)"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import chosen_tokenizer, prepare
 from data.hub import HubSet
-from data.local import check_splits, documents
+from data.local import check_splits, local_splits
 from data.tokenizer import check_vocab_size
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
@@ -53,19 +53,12 @@ def main():
     check_splits(knobs.text, knobs.val_text)
     tokenizer = chosen_tokenizer(knobs.tokenizer, explicit)
 
-    if knobs.text is None:
-        hub = HubSet(HUB_NAME, "give local files with --text=... --val_text=...")
-        source = hub.source
-    else:
-        source = f"{knobs.text} (train) and {knobs.val_text} (val)"
+    hub = None if knobs.text else HubSet(HUB_NAME, "give local files with --text=... --val_text=...")
     with hold_folder(knobs.out_dir or Path(__file__).resolve().parent) as out_dir:
         try:
-            if knobs.text is None:
-                train, val = download(hub, out_dir)
-            else:
-                train, val = knobs.text, knobs.val_text
-            splits = (lambda: documents(train), lambda: documents(val))
-            prepare(*splits, out_dir, knobs.vocab_size, source, tokenizer)
+            texts = download(hub, out_dir) if hub else (knobs.text, knobs.val_text)
+            splits, source = local_splits(*texts)
+            prepare(*splits, out_dir, knobs.vocab_size, hub.source if hub else source, tokenizer)
         finally:
             shutil.rmtree(out_dir / "download.tmp", ignore_errors=True)
 
