@@ -4,6 +4,7 @@ starts at 1 or 0."""
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -106,6 +107,13 @@ def tiny(variant="rmsnorm", seed=0, dtype=torch.float64, phase="scale", std=0.25
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.37, "scale": 0.0}[phase])
     return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_there_is_no_garbage():
+    """A run collects at each checkpoint: here that would search all that sixty modules have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
