@@ -168,14 +168,8 @@ def test_a_hundred_kills():
     assert int(re.search(r"^(\d+) kills in", done.stdout, re.M)[1]) >= 100
 
 
-def test_auto_starts_and_goes_on(short, corpus, tmp_path, capsys):
-    out = tmp_path / "run"
-    argv = flags(out, corpus, **SHORT, init_from="auto")
-    killed(argv, "before", 17)
-    assert step_of(out) == 15
-    train(*argv)
-    assert_same_run(short, out)
-    assert "seed" in refused(capsys, *flags(out, corpus, **SHORT, init_from="auto", seed=3))
+def test_auto_does_not_go_on_with_another_seed(short, corpus, capsys):
+    assert "seed" in refused(capsys, *flags(short, corpus, **SHORT, init_from="auto", seed=3))
 
 
 def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeypatch):
