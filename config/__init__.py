@@ -224,7 +224,7 @@ class Config(ModelKnobs):
         free = free_on_resume() | free_on_resume(SPLIT)
         for name in sorted(explicit - free):
             asked, recorded = getattr(self, name), getattr(run, name)
-            if asked is not None and asked != recorded:
+            if asked != recorded and not (asked is None and name in FILLED_IN):
                 remedy = "leave it out, or name another out_dir"
                 if name == "max_iters":
                     begin = f"start a new run from this one with --init_from={self.out_dir}"
@@ -256,4 +256,5 @@ def added_later() -> set[str]:
 
 
 REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}  # norm -> norms
+FILLED_IN = {"warmup_iters", "lr_decay_iters", "gate_start", "gate_end", "adapter_alpha", "vocab_size"}
 LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants

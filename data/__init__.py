@@ -271,7 +271,7 @@ def prepare(
     if tokenizer is None:
         tokenizer, total = learn(train(), vocab_size, source)
 
-    again = (out_dir / "meta.json").exists()
+    again = any((out_dir / name).exists() for name in ("meta.json", "train.bin", "val.bin"))
     with token_files(out_dir) as (train_file, val_file):
         of_train = write_tokens(tokenizer, with_bar(train(), "train", total), train_file)
         refuse_empty("training", of_train["bytes"], source)

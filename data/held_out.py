@@ -144,7 +144,7 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
         raise BadInput(f"meta.json cannot hold the source {more['source']!a}; give it a printable name")
     if (folder / "train.bin").exists():
         raise BadInput(f"{folder} holds a corpus to train on; name another --out_dir")
-    again = (folder / "meta.json").exists()
+    again = (folder / "meta.json").exists() or (folder / "val.bin").exists()
     meta = HeldOut(**described(tokenizer), val_tokens=len(tokens), **more).model_dump(exclude_none=True)
     with atomic_write(folder / "val.bin") as f:
         f.write(tokens.astype(meta["dtype"]).tobytes())

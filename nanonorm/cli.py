@@ -73,9 +73,9 @@ def check_out(name: str, path: str | None, kind: str):
 
 def finish(report: dict, out: str | None = None):
     """Print what a command found as its last line, JSON, and keep it in the file `out`."""
-    if out is not None:
+    print(f"\n{json.dumps(report)}", flush=True)
+    if out is not None:  # after it: should the disk be full, nothing is lost
         write_json(out, report)
-    print(f"\n{json.dumps(report)}")
 
 
 def set_knob(config, name: str, value, where: str, text: bool = False):

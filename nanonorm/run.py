@@ -251,6 +251,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
         if asked.init_from == "auto":
             asked.init_from = beginning_in(files, settings)
         if asked.init_from == "scratch":
+            refuse_exports(out_dir)
             return Beginning(asked.resolve())
         near = difflib.get_close_matches(asked.init_from, ("scratch", "resume", "auto"), n=1, cutoff=0.75)
         if near and not Path(asked.init_from).exists():
@@ -258,6 +259,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
             raise BadInput(f"init_from={asked.init_from}: {meant}")
         file, given = given_weights(asked.init_from, hollow=not ranks.main)
         refuse_to_write_over(given, asked.out_dir)
+        refuse_exports(out_dir)
         return Beginning(asked.started_from(file, explicit, str(given)).resolve(), file, given=given)
     if ranks.main:  # before the checkpoint is read: another process may be about to replace it
         held.enter_context(hold_folder(out_dir))
@@ -321,15 +323,22 @@ def nothing_trained(out_dir: Path, settings: type) -> bool:
 def refuse_another_run(out_dir: Path):
     """Raises: BadInput if `out_dir` holds a run, or what is left of one."""
     held = [name for name in MARKS if (out_dir / name).exists()]
-    if held and held[0].endswith(".pt"):
+    if held and held[0].startswith("ckpt"):
         remedy = "add --init_from=resume to go on with it, or name another --out_dir"
         raise BadInput(f"{out_dir} holds a run ({held[0]}); {remedy}")
     if held == ["config.json"]:  # of another program's, or of a run that was killed at once
         remedy = "name another --out_dir, or remove it if you know it"
         raise BadInput(f"{out_dir} holds a config.json, and no run; {remedy}")
     if held:
-        what = f"what is left of a run without a checkpoint ({held[0]})"
+        what = f"what is left of a run without a checkpoint ({', '.join(held)})"
         raise BadInput(f"{out_dir} holds {what}; remove it, or name another --out_dir")
+
+
+def refuse_exports(out_dir: Path):
+    """Raises: BadInput if `out_dir` holds exports: until a run ends they would be taken for its own."""
+    if held := [name for name in EXPORTS if (out_dir / name).exists()]:
+        own = "which would be taken for this run's; name another --out_dir, or move it away"
+        raise BadInput(f"{out_dir} holds {', '.join(held)} of another run, {own}")
 
 
 def refuse_to_write_over(weights: Path, out_dir: str):
@@ -385,7 +394,7 @@ class RunFolder:
         """Remove what a killed run left, and put a damaged checkpoint aside. Raises: BadInput."""
         if self.source is None:
             if nothing_trained(self.path, type(self.settings)):
-                for name in reversed(MARKS):  # ckpt.pt last: killed in between, this is done again
+                for name in (*TOKENIZER_FILES, *reversed(MARKS)):  # ckpt.pt last, should this be killed
                     (self.path / name).unlink(missing_ok=True)
             refuse_another_run(self.path)
         elif self.source != self.newest and self.newest.exists():

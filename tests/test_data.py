@@ -156,6 +156,19 @@ def test_local_text_becomes_its_stories(tmp_path, monkeypatch, capfd):
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "new/folder" / name).read_bytes()
 
 
+def test_after_one_that_stopped_no_file_of_another_tokenizer_stays(tmp_path, monkeypatch):
+    """It had removed the old manifest already; a user's files in a folder without tokens are left alone."""
+    text = [(text, True) for text in MODULES]
+    (tmp_path / "chat_template.jinja").touch()
+    data.prepare(lambda: text, lambda: text, tmp_path, 400, "old")
+    assert (tmp_path / "chat_template.jinja").exists()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "write_tokenizer", Mock(side_effect=KeyboardInterrupt))
+        data.prepare(lambda: text, lambda: text, tmp_path, 400, "stopped")
+    data.prepare(lambda: text, lambda: text, tmp_path, 400, "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+
+
 def test_wherever_a_second_prepare_stops_no_manifest_is_false(tmp_path, monkeypatch):
     old = [(text, True) for text in MODULES]
     new = old[::-1]

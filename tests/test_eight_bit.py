@@ -42,6 +42,12 @@ def begun(**knobs):
     return model, optimizer
 
 
+def test_its_rates_and_decays_are_the_runs():
+    groups = begun(optimizer="adamw_8bit", weight_decay=0.1, beta1=0.8, beta2=0.9)[1].param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(group["betas"] == (0.8, 0.9) for group in groups)
+
+
 def test_a_run_goes_on_to_the_bit_and_ends_near_that_of_32_bits(corpus, tmp_path):
     train(*flags(tmp_path / "run", corpus, **RUN))
     assert_goes_on_from(12, tmp_path / "run", tmp_path / "again")

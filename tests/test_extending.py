@@ -80,9 +80,9 @@ from nanonorm.files import hold_folder
 
 @dataclass
 class Knobs:
-    vocab_size: int = 300
-    tokenizer: str | None = None
-    out_dir: str | None = None
+    vocab_size: int = 300  # token ids
+    tokenizer: str | None = None  # of an existing folder
+    out_dir: str | None = None  # this folder
 
 
 def lines(*seasons):

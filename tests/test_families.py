@@ -117,7 +117,7 @@ def test_frequencies_are_rounded_as_one_over_the_power():
 # --- dropout
 
 
-def test_dropout_is_off_in_evaluation_and_in_all_three_places():
+def test_dropout_is_off_in_evaluation_and_in_all_three_places(monkeypatch):
     model, idx = of("gpt2", "layernorm", dtype=torch.float32, dropout=0.5), tokens(2, 16)
     plain = Transformer(replace(model.config, dropout=0.0))
     plain.load_state_dict(model.state_dict())
@@ -129,6 +129,12 @@ def test_dropout_is_off_in_evaluation_and_in_all_three_places():
     assert set(wrote.unique().tolist()) == {0.0, 2.0}
     weighted = [model.blocks[0].attn(torch.ones(2, 16, 24), None) for _ in range(2)]
     assert not torch.equal(*weighted)
+    calls, plain_dropout = [], torch.nn.functional.dropout
+    monkeypatch.setattr(
+        torch.nn.functional, "dropout", lambda *a, **k: calls.append(1) or plain_dropout(*a, **k)
+    )
+    model(idx)
+    assert len(calls) == 1 + 2 * model.config.n_layer  # the embedding; what attention and the MLP write
 
 
 @every_family

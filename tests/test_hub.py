@@ -224,6 +224,8 @@ def test_what_config_json_leaves_out_is_the_classes_default(name):
         wanted = getattr(config, theirs[n], ours[n])
         derived = n in ("n_kv_head", "head_dim", "layer_types") and ours[n] is None
         assert ours[n] == wanted or derived, n
+    if "rope_base" in ours:
+        assert ours["rope_base"] == config.rope_parameters["rope_theta"]
 
 
 def test_a_head_that_is_tied_and_stored(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import BPE_SIZE, norm_names, randomize, slow
 from running import assert_goes_on_from, assert_same_log, compiling, flags, metrics, ran, refused, train
+from test_gates import micro_batches, small_run
 from test_hub import made
 
 from config import Config
@@ -350,7 +351,7 @@ def test_the_model_that_a_run_starts_from_is_not_written_over(base, corpus, tmp_
     said = refused(capsys, *started(tmp_path, corpus, tmp_path, taper="none"))
     assert f"a run in {tmp_path} would write over {tmp_path / 'model.pt'}, which it needs" in said
     said = refused(capsys, *flags(tmp_path, corpus, teacher=tmp_path, taper="none", aux_weight=0))
-    assert "which it needs; name another --out_dir" in said
+    assert f"{tmp_path} holds model.pt of another run" in said
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt"}
     (tmp_path / "model.pt").rename(tmp_path / "base.pt")  # no file of a run
     train(*started(tmp_path, corpus, tmp_path / "base.pt", taper="none", max_iters=2, warmup_iters=1))
@@ -396,3 +397,12 @@ def test_dropout_acts_and_differs_from_step_to_step(corpus, tmp_path):
     plain, dropped = metrics(tmp_path / "0.0"), metrics(tmp_path / "0.5")
     assert plain[-1]["val/loss"] == dropped[-1]["val/loss"]  # off in evaluation, and nothing was learned
     assert all(a["train/ce"] != b["train/ce"] for a, b in zip(plain, dropped, strict=True))
+
+    _, step = small_run("rmsnorm", dropout=0.5, learning_rate=0.0)
+    found = []
+    for k in (0, 1, 0):  # the same windows; at rate 0 nothing but the masks changes
+        step.at(k)
+        step(*micro_batches(0, step.micro_steps))
+        found.append(step.totals[1].item())
+        step.totals.zero_()
+    assert found[0] == found[2] != found[1]

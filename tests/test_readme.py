@@ -36,7 +36,7 @@ def blocks(kind: str, *pages: str) -> list[str]:
     return [code for text in texts for code in re.findall(rf"```{kind}\n(.*?)```", text, re.S)]
 
 
-INSTALLED = {"python3", ".", "pip", "git", "cd", "ruff", "mkdocs"}  # no programs of ours
+INSTALLED = {".", "pip", "git", "cd", "ruff", "mkdocs"}  # no programs of ours
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 COMMAND = re.compile(r"(\$ )?([A-Z_]+=\S+ )*(python3?|bash|torchrun|pytest|pip|lm_eval|hf|wandb) ")
 
@@ -118,8 +118,9 @@ def check_command(words: list[str]):
         program, words = "python", list(itertools.dropwhile(lambda word: word.startswith("--"), words))
     if program == "python" and words[0] == "scripts/sweep.py":
         assert sweep.grid(*sweep.read_command(words[1:]))
-    elif program == "python":
-        read_words(words[0], words[1:])
+    elif program in ("python", "python3"):
+        if words[:2] not in (["-m", "venv"], ["-m", "zipfile"]):
+            read_words(words[0], words[1:])
     elif program == "bash":
         read_script(words[0], words[1:], [word.partition("=")[0] for word in settings])
     elif program == "pytest":
@@ -169,7 +170,8 @@ IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    
 
 @pytest.mark.parametrize(
     "command",
-    ["python gone.py", "python train.py --max_iter=3", "torchrun --nproc_per_node=2 train.py --norm=rms",
+    ["python gone.py", "python train.py --max_iter=3", "python3 train.py --max_iter=3",
+     "torchrun --nproc_per_node=2 train.py --norm=rms",
      "python data/tinystories/prepare.py --txt=a", "python scripts/sweep.py config/demo.py --nrom=a,b",
      "bash scripts/lm_eval.sh", "NAME=1 bash scripts/lm_eval.sh out/demo", "pytest tests/test_gone.py",
      "pip install -r gone.txt", "pip install .[gone]", "hf uplod NAME DIR", "hf upload NAME DIR --gone=1",

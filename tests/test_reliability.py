@@ -486,7 +486,24 @@ def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
         assert "holds a config.json, and no run; name another --out_dir" in said
     (tmp_path / "metrics.jsonl").touch()
     said = refused(capsys, f"--out_dir={tmp_path}", "--init_from=scratch")
-    assert "without a checkpoint (config.json); remove it" in said
+    assert "without a checkpoint (config.json, metrics.jsonl); remove it" in said
+
+
+@pytest.mark.parametrize("name", ["folded.pt", "unfused.pt", "model.pt"])
+def test_exports_of_another_run_are_not_taken_for_a_new_ones(name, tmp_path, capsys):
+    (tmp_path / name).touch()
+    for init_from in ("scratch", "auto"):
+        said = refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
+        assert f"holds {name} of another run, which would be taken for this run's; name another" in said
+    assert (tmp_path / name).exists()
+
+
+def test_a_run_that_died_at_once_leaves_no_tokenizer_to_the_next(corpus, tmp_path):
+    out, argv = tmp_path / "run", flags(tmp_path / "run", corpus, **SHORT)
+    killed(argv, "before", 1)
+    (out / "tokenizer.json").write_text("{}")  # as if that run had had another corpus
+    train(*argv)
+    assert sorted(p.name for p in out.glob("tokenizer*")) == ["tokenizer.model"]
 
 
 @pytest.mark.slow
@@ -579,7 +596,7 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
     what is not a run's own."""
     out, backward, steps = tmp_path / "run", torch.Tensor.backward, []
     out.mkdir()
-    (out / "folded.pt").write_bytes(b"of another time")
+    (out / "notes.txt").write_bytes(b"of another time")
 
     def failing(*args, **more):
         steps.append(0)
@@ -591,7 +608,7 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
         patch.setattr(torch.Tensor, "backward", failing)
         said = refused(capsys, *flags(out, corpus, **SHORT, batch_size=8))
         assert "make the model or the batch smaller" in said
-    assert (out / "folded.pt").read_bytes() == b"of another time" and step_of(out) == 0
+    assert step_of(out) == 0
     said = refused(capsys, *flags(out, corpus, **SHORT, init_from="resume", batch_size=4))
     assert "1 x 4 windows a step are not the 1 x 8" in said
     gone, unlink = [], Path.unlink
@@ -608,7 +625,8 @@ def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkey
         assert train(*argv, expect=None) == 130 and gone
     train(*argv)
     assert_same_run(short, out)
-    assert {p.name for p in out.iterdir()} == {p.name for p in short.iterdir()}
+    assert (out / "notes.txt").read_bytes() == b"of another time"
+    assert {p.name for p in out.iterdir()} == {"notes.txt", *(p.name for p in short.iterdir())}
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug"):
         faults.install({"at": "before", "n": 4, "do": "error"}, patch.setattr)
         train(*flags(tmp_path / "logged", corpus, **SHORT))
