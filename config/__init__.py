@@ -152,7 +152,7 @@ class Config(ModelKnobs):
         """The folder of a run that names none. Ask before `resolve`, which sets more knobs.
 
         Not in its name is what a resumed run may set anew, but for weights to start or to learn from. So what
-        computes something else goes elsewhere, and --init_from=resume finds a run whose weights no flag named.
+        computes something else goes elsewhere, and --init_from=resume finds a run that no flag gave weights.
         """
         named = {"teacher"} if self.init_from in ("resume", "auto") else {"teacher", "init_from"}
         return f"out/{name_of(self, files, free_on_resume() - named)}"

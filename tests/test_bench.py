@@ -15,6 +15,7 @@ import bench
 from forms import FOLD_TOLERANCE, FORMS, fold, load_model, unfuse
 from model import ModelConfig, Transformer
 from nanonorm import timing
+from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.hub import write_pretrained
 
@@ -244,8 +245,15 @@ def test_decode_repeats_the_same_step():
         ["--norm=coupled", "--coupled_from_layer=1", "--variants=cbwc,coupled,baseline"],
     ],
 )
-def test_shapes_and_defaults(capsys, flags):
+def test_shapes_and_defaults(capsys, monkeypatch, flags):
+    built, made = [], bench.random_model
+    monkeypatch.setattr(bench, "random_model", lambda c, *a: built.append(made(c, *a)) or built[-1])
     _, report = run(capsys, *FLAGS, *flags)
+    asked, named, _ = parse(bench.Bench, flags)
+    for name in named - {"variants", "dropout"}:  # nothing is dropped where nothing trains
+        found = {getattr(model.config, name) for model in built}
+        by_variant = name.startswith(("norm", "taper", "coupled", "dyt"))
+        assert getattr(asked, name) in found and (by_variant or len(found) == 1), name
     norm = flags[0].removeprefix("--norm=")
     names = [r["variant"] for r in report["rows"]]
     assert norm in names or {"unfused", "folded"} <= set(names)

@@ -681,6 +681,7 @@ def test_a_command_works_or_says_why_in_one_line(material, target, long, capsys)
         run(material, case)
 
     all_cases()
+    assert COUNTS[target, "worked"] and COUNTS[target, "refused"]
     kinds = ", ".join(f"{n} {outcome}" for (_, outcome), n in sorted(COUNTS.items()))
     with capsys.disabled():
         print(f"\n{target}: {kinds}; {time.perf_counter() - began:.0f} s" * long, end="")

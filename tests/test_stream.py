@@ -134,11 +134,14 @@ def test_r_is_the_streams_in_every_kind_of_network(variant, folded):
     model, idx = tiny(variant).eval(), torch.arange(32).view(2, 16)
     form = fold(model) if folded else model
     r, _ = stream.measure(form, [idx])
+    streams = []  # before each attention and each MLP, and in the end
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+        block.attn.proj.register_forward_hook(lambda _, args, wrote: streams.append(streams[-1] + wrote))
     with torch.no_grad():
-        last = model.stream(idx)
-        x = model.tok_emb(idx)
+        streams.append(model.stream(idx))
     assert r.shape == (5, 2, 16)
-    for h, of_site in ((x, r[0]), (last, r[-1])):
+    for h, of_site in zip(streams, r, strict=True):
         assert of_site == pytest.approx(stream.statistic(model.config).scale(h)[..., 0].numpy(), rel=1e-9)
 
 
