@@ -394,7 +394,8 @@ class RunFolder:
         """Remove what a killed run left, and put a damaged checkpoint aside. Raises: BadInput."""
         if self.source is None:
             if nothing_trained(self.path, type(self.settings)):
-                for name in (*TOKENIZER_FILES, *reversed(MARKS)):  # ckpt.pt last, should this be killed
+                # ckpt.pt last: killed in between, this is done again
+                for name in (*TOKENIZER_FILES, *reversed(MARKS)):
                     (self.path / name).unlink(missing_ok=True)
             refuse_another_run(self.path)
         elif self.source != self.newest and self.newest.exists():

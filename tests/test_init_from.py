@@ -351,7 +351,7 @@ def test_the_model_that_a_run_starts_from_is_not_written_over(base, corpus, tmp_
     said = refused(capsys, *started(tmp_path, corpus, tmp_path, taper="none"))
     assert f"a run in {tmp_path} would write over {tmp_path / 'model.pt'}, which it needs" in said
     said = refused(capsys, *flags(tmp_path, corpus, teacher=tmp_path, taper="none", aux_weight=0))
-    assert f"{tmp_path} holds model.pt of another run" in said
+    assert f"{tmp_path} holds model.pt of another run" in said and "name another --out_dir" in said
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt"}
     (tmp_path / "model.pt").rename(tmp_path / "base.pt")  # no file of a run
     train(*started(tmp_path, corpus, tmp_path / "base.pt", taper="none", max_iters=2, warmup_iters=1))
