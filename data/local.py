@@ -33,15 +33,17 @@ def documents(path: str | Path):
     A document longer than CUT comes in several parts, cut after line ends: so even a file without a single
     END is read in bounded memory. Raises: BadInput.
     """
-    lines, size, is_cut, number = [], 0, False, 1
+    lines, size, is_cut, number, starts = [], 0, False, 1, True
     decoder = codecs.getincrementaldecoder("utf-8")()  # a piece of a long line may end inside a character
     try:
         with open(path, "rb") as f:  # in bytes, so that an error can name its line
             lines_of_file = iter(lambda: f.readline(CUT), b"")
-            for raw in itertools.chain(lines_of_file, [END.encode()]):  # the end of the file ends one too
-                line = decoder.decode(raw)
+            for raw in itertools.chain(lines_of_file, [b""]):  # the end of the file ends one too
+                line = decoder.decode(raw, final=not raw)
                 number += raw.endswith(b"\n")
-                if line.strip() != END:
+                ends = not raw or (starts and line.strip() == END)  # a piece of a long line is no line
+                starts = raw.endswith(b"\n")
+                if not ends:
                     lines.append(line)
                     size += len(raw)
                     if size >= CUT:

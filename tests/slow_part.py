@@ -2,7 +2,8 @@
 
 import hashlib
 
-MINUTES = 0.2  # of a slow test that does not say `slow(minutes=...)`
+# of a slow test that does not say `slow(minutes=...)`, as those of the real network, which CI does not have
+MINUTES = 0.2
 
 
 def pytest_addoption(parser):

@@ -112,6 +112,15 @@ def test_long_story_comes_in_parts(tmp_path, line):
         assert all(part.endswith("\n") for part, ends in parts if not ends)
 
 
+def test_an_end_in_mid_line_is_text(tmp_path):
+    """Also where it is a piece of a long line for itself."""
+    text = "\u2581" * (CUT // 3) + "x" * (CUT % 3) + END
+    parts = list(documents(write_stories(tmp_path / "long.txt", [text, "short"])))
+    assert "".join(part for part, _ in parts[:-1]) == text and parts[-1] == ("short", True)
+    (tmp_path / "open.txt").write_text(text)  # the file ends within the line
+    assert "".join(part for part, _ in documents(tmp_path / "open.txt")) == text
+
+
 # --- a corpus
 
 

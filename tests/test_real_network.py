@@ -64,7 +64,7 @@ def said_by_transformers(folder: Path, prompt: str, n: int, chat: bool = False) 
     return own.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 def test_it_talks_as_in_transformers(smollm2, folder, capsys):
     prompt, n = "The capital of France is", 32
     text = said_by(smollm2, capsys, f"--prompt={prompt}", f"--max_new_tokens={n}")
@@ -79,7 +79,7 @@ def test_it_talks_as_in_transformers(smollm2, folder, capsys):
     assert "Paris" in reply and reply == said_by_transformers(folder, question, n, chat=True)
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form, network, gains", [("weightless", "smollm2", 0), ("folded", "half_coupled", 2 * 2 + 1)]
 )
@@ -93,7 +93,7 @@ def test_its_fold_is_proved(form, network, gains, request):
     assert errors["float64"] < FOLD_TOLERANCE[torch.float64] and errors["float32"] < 1e-4
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow
 def test_every_export_that_can_hold_it(smollm2, half_coupled, folder, tmp_path, capsys, code_cache):
     """The class that it is, by --to=hf; coupled, that class with our norms; ONNX of both; and the reason why
     a stock class cannot compute it."""
@@ -123,13 +123,13 @@ def source_texts(n: int) -> list[str]:
     return texts[:n]
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 def test_a_trained_network_is_what_transformers_reads(smollm2):
     ids = torch.tensor(load_tokenizer(smollm2).encode(TEXT)[:512])[None]
     assert_as_transformers(smollm2, ids)
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 def test_its_tokens_are_llama_cpps_and_transformers_own(smollm2, folder):
     """In transformers from the folder that we write. From the GGUF file it reads others where white space
     stands before a digit, which it then cuts as GPT-2 does."""
@@ -149,7 +149,7 @@ def test_its_tokens_are_llama_cpps_and_transformers_own(smollm2, folder):
     assert own.decode(own.chat(chat)).endswith("user\nHi\nassistant\n")
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 @torch.no_grad()
 def test_llama_cpps_quantized_kernels_differ_by_this_much(smollm2):
     """They round activations to 8 bits: 2% of the logits' spread, where float32 is off by 1e-5."""
@@ -164,7 +164,7 @@ def test_llama_cpps_quantized_kernels_differ_by_this_much(smollm2):
     assert 1e-4 < error < 0.05
 
 
-@pytest.mark.slow(minutes=8)
+@pytest.mark.slow
 def test_a_trained_network_goes_there_and_back(smollm2, tmp_path):
     """Every bit; and llama.cpp, on the float32 file, says the same 64 greedy tokens."""
     model, own = from_file(*open_model(smollm2)), load_tokenizer(smollm2)

@@ -386,7 +386,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_is_rehearsed_offline_on_a_cpu(name, tmp_path):
     for package in ("peft", "matplotlib", "pandas", "transformers"):
