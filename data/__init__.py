@@ -238,6 +238,9 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
     if failed:
         say(f"the corpus {folder.name} is missing; once {command} has made it, give this command again")
         sys.exit(2)
+    if flags:  # the folder is every run's
+        own = f"python data/{folder.name}/prepare.py"
+        say(f"{folder.name} is in the tokens of {tokenizer} now, for every run; {own} gives it its own again")
 
 
 def chosen_tokenizer(name: str | None, explicit: set[str]) -> Tokenizer | None:

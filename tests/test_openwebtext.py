@@ -88,6 +88,19 @@ def test_a_corpus_that_cannot_be_prepared_says_what_to_do(does, raised, said, mo
     assert said in capfd.readouterr().err
 
 
+def test_a_corpus_in_given_tokens_is_every_runs(monkeypatch, tmp_path, capfd):
+    folder = tmp_path / "data" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "prepare.py").touch()
+    monkeypatch.setattr(data, "ROOT", tmp_path)
+    monkeypatch.setattr(data, "corpora", lambda: ["demo"])
+    data.prepare_if_missing(folder)
+    assert capfd.readouterr().err == ""
+    data.prepare_if_missing(folder, "some/model")
+    said = capfd.readouterr().err
+    assert "in the tokens of some/model now, for every run; python data/demo/prepare.py gives" in said
+
+
 # --- the sets to evaluate on
 
 
