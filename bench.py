@@ -39,7 +39,7 @@ from nanonorm.plots import draw_speedups, pyplot
 from nanonorm.run import EXPORTS, checkpoint_step, open_model
 from nanonorm.scale import drop_held
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Seed, Whole
 
 # name -> (norm, taper, form)
 # norm "plain": the run's, or the RMSNorm or LayerNorm that it competes with; taper "own": the run's
@@ -73,7 +73,7 @@ class Bench(ModelKnobs):
     iters: Count = 50  # timed rounds
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: bfloat16 on a GPU
-    seed: Whole = 1337  # of random weights, tokens and the order in a round
+    seed: Seed = 1337  # of random weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
     speedups: str | None = None  # .png file for the speedups by batch size, for one seq (needs matplotlib)
 

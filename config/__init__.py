@@ -16,7 +16,7 @@ from nanonorm.files import phase_and_gates
 from nanonorm.knobs import V2, Anew, Needs, Since, brought, facts, off
 from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows
-from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Whole, Wholes, hints
+from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
@@ -92,7 +92,7 @@ class Config(ModelKnobs):
     adapter_alpha: Annotated[Positive | None, ADAPTER, V2] = None  # alpha/r multiplies them; None: twice r
     adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None  # a block's layers; None: all
     # system
-    seed: Whole = 1337  # of the weights and of the order of the data
+    seed: Seed = 1337  # of the weights and of the order of the data
     # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one
     device: Annotated[str, AGAIN] = "auto"
     # bfloat16 is by autocast

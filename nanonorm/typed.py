@@ -33,6 +33,7 @@ HUGE = 2**40  # more of anything is a typo
 Count = Annotated[int, Range(1, HUGE)]
 Several = Annotated[int, Range(2, HUGE)]
 Whole = Annotated[int, Range(0, HUGE)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]  # also a time in nanoseconds
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
 AS_TUPLE = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)

@@ -17,7 +17,7 @@ from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.foldable import find, fold, prove
 from nanonorm.foldable.search import FoldReport, count_of
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Seed
 from scripts.foldables import zoo
 
 
@@ -29,7 +29,7 @@ class Foldable:
     checkpoint: str | None = None  # a folder with a pretrained model, instead of names
     layers: Count | None = None  # depth of the networks; None: the default of their config class
     list: bool = False  # print every LayerNorm's verdict as well
-    seed: Whole = 0  # of weights and inputs
+    seed: Seed = 0  # of weights and inputs
 
 
 # The percentages of the paper's Table 3. Which column the second one is of, the text does not say.

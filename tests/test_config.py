@@ -143,6 +143,7 @@ def test_what_may_change_on_resume_changes_nothing_computed():
         ("--grad_clip=1", "grad_clip", 1.0),  # an int is a float where a float is wanted
         ("--learning_rate=6e-4", "learning_rate", 6e-4),
         ("--max_iters=2_000", "max_iters", 2000),
+        ("--seed=1829999999123456789", "seed", 1829999999123456789),  # nanoseconds
         ("--tie_embeddings=False", "tie_embeddings", False),
         ("--compile=None", "compile", None),
         ("--n_kv_head=4", "n_kv_head", 4),
@@ -170,6 +171,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         ("--n_layer=0", "n_layer must be an int from 1 to 4096, not '0'"),
         ("--n_layer=", "n_layer must be an int from 1 to 4096, not ''"),
         ("--vocab_size=20000000", "vocab_size must be an int from 2 to 16777216 or None, not '20000000'"),
+        ("--seed=9223372036854775808", "seed must be an int from 0 to 9223372036854775807, not"),
         ("--tie_embeddings=1", "tie_embeddings must be True or False, not '1'"),
         ("--compile=0", "compile must be True or False or one of regional or None"),
         ("--grad_clip=-0.5", "grad_clip must be a number >= 0"),

@@ -19,7 +19,7 @@ from data.local import documents  # not found? pip install -e .
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Seed
 
 START, END, CHOICES = 24, 8, 5  # words, words, ends of an item
 
@@ -27,7 +27,7 @@ START, END, CHOICES = 24, 8, 5  # words, words, ends of an item
 @dataclass
 class Knobs:
     items: Count = 1000  # of all texts together
-    seed: Whole = 0  # of the passages and their false ends
+    seed: Seed = 0  # of the passages and their false ends
 
 
 def passages(path: str) -> list[list[str]]:

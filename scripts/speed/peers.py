@@ -43,7 +43,7 @@ from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Seed
 from scripts.exports import needed_transformers
 from scripts.plan import shape_of
 from scripts.speed.parts import training_step
@@ -72,7 +72,7 @@ class Peers(Shape):
     processes: Count = 3  # times that everyone is started anew, for so many rounds each
     # cpu: what the process computed, for a machine that is not idle; with OMP_NUM_THREADS=1
     clock: Literal["wall", "cpu"] = "wall"
-    seed: Whole = 1337  # of weights, tokens and the order in a round
+    seed: Seed = 1337  # of weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
 
 
