@@ -38,7 +38,7 @@ from nanonorm.rotary import is_llama3_scaling, llama3_frequencies
 from nanonorm.scale import BatchAnchor, Ceiling, ScaleAnchor, SiteLoss, Tracked, Tracker, ordinary, recomputed
 from nanonorm.schedules import TAPERED_SITES, gate_sites
 from nanonorm.sink import Alone, Sunk
-from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Whole
+from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Rate, Whole
 
 # What a knob may need to mean anything
 TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
@@ -97,18 +97,18 @@ class ModelKnobs:
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
     site_far: Annotated[NonNegative, *HOLDS] = 0.0  # in the site loss: of tokens far off the mean
+    site_rate: Annotated[Rate | None, *HOLDS] = None  # of its mean; 1: the last step's, None: ema_rate
     site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # the site loss's last phase
     norm_bias: Annotated[bool, SHIFT] = True  # layernorm and cbwc have a shift
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
-    ema_rate: Annotated[float, Range(1e-6, 1.0), AVERAGES, SITE_LOSS, FREE] = 0.01  # mu, of running means
+    ema_rate: Annotated[Rate, AVERAGES, SITE_LOSS, FREE] = 0.01  # mu, of running means
     calib_skip_first: Annotated[bool, TAPER, SITE_LOSS, FREE] = False  # c, site loss: without position 0
     # c and the site loss leave out tokens above so many times the micro-batch's median scale; None: none
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
     coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a summand
-    # id of a token that the network itself puts in front of every text; it keeps its norms
-    sink_token: Annotated[Whole | None, FREE, Since(4)] = None
+    sink_token: Annotated[Whole | None, FREE, Since(4)] = None  # id; in front of every text, with its norms
 
     @property
     def ahead(self) -> int:

@@ -36,7 +36,7 @@ class Tracker(nn.Module):
         super().__init__()
         self.phase = "norm"
         self.apart = False  # True while the sink token passes (nanonorm/sink.py)
-        self.log_keep = math.log1p(-rate) if rate < 1 else -math.inf
+        self.rate, self.log_keep = rate, math.log1p(-rate) if rate < 1 else -math.inf
         for name in (*self.quantities, "ema_count"):
             self.register_buffer(name, torch.tensor(0.0))
         for name in ("sums", "last"):
@@ -83,18 +83,19 @@ class Tracker(nn.Module):
         buffer.copy_(value)
 
 
-def observe_step(trackers: list[Tracker], rate: float, all_reduce=None):
+def observe_step(trackers: list[Tracker], all_reduce=None):
     """One EMA observation of each tracker, from the micro-batches of a step. `all_reduce` sums over ranks in
     place."""
     flat = torch.cat([t.sums for t in trackers])
     if all_reduce is not None:
         all_reduce(flat)
     torch._foreach_copy_([t.last for t in trackers], flat.split([len(t.sums) for t in trackers]))
-    means, averages = [], []
+    means, averages, rates = [], [], []
     for t in trackers:
         means += t.means()[: len(t.quantities)].unbind()
         averages += t.averages()
-    torch._foreach_lerp_(averages, means, rate)
+        rates += [t.rate] * len(t.quantities)
+    torch._foreach_lerp_(averages, means, rates)
     torch._foreach_add_([t.ema_count for t in trackers], 1.0)
     torch._foreach_zero_([t.sums for t in trackers])
     for t in trackers:
@@ -125,7 +126,7 @@ class Tracked:
         """Once a step: one EMA observation from its micro-batches. `all_reduce` sums over ranks in place."""
         trackers = [t for t in self.trackers().values() if self.phase in t.phases]
         if trackers:
-            observe_step(trackers, self.config.ema_rate, all_reduce)
+            observe_step(trackers, all_reduce)
 
 
 def distance(s, target, relative: bool):
@@ -221,8 +222,9 @@ class SiteLoss(Tracker):
         mean over tokens of d^2 + far * relu(|d| - FAR)^2,  d = log r(h) - its running mean
 
     What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
-    depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. It ends
-    with the phase `site_until`. The total loss does not show it: its gradient enters where h is read, `share`
+    depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. A mean that
+    lags behind a growing stream holds it back, too: `site_rate=1` takes the last step's. It ends with the
+    phase `site_until`. The total loss does not show it: its gradient enters where h is read, `share`
     times, which a run sets to 1/(micro-batches a step).
     """
 
@@ -230,7 +232,7 @@ class SiteLoss(Tracker):
 
     def __init__(self, norm, cfg):
         """norm: a bare model.Norm; cfg: settings with the site_ and calibration's knobs, and n_layer."""
-        super().__init__(cfg.ema_rate)
+        super().__init__(cfg.ema_rate if cfg.site_rate is None else cfg.site_rate)
         self.norm, self.far, self.share = norm, cfg.site_far, 1.0
         self.phases = PHASES[: PHASES.index(cfg.site_until) + 1]
         held = cfg.n_layer - cfg.taper_from_layer  # blocks; all of them where none tapers

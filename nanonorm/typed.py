@@ -36,6 +36,7 @@ Whole = Annotated[int, Range(0, HUGE)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # also a time in nanoseconds
 Positive = Annotated[float, Range(1e-30, math.inf)]
 NonNegative = Annotated[float, Range(0.0, math.inf)]
+Rate = Annotated[float, Range(1e-6, 1.0)]  # a step's share in a running mean
 AS_TUPLE = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 Numbers = Annotated[tuple[Positive, ...], AS_TUPLE]
 Wholes = Annotated[tuple[Whole, ...], AS_TUPLE]

@@ -97,6 +97,23 @@ def test_the_gradient_is_that_of_the_formula(variant, phase, checkpoint):
         x, y = batch(seed=1)
 
 
+def test_its_mean_may_follow_at_a_rate_of_its_own():
+    """site_rate=1: what the last step had, where the running mean lags; c and the anchor keep ema_rate."""
+    lagging, following = (
+        tiny("rmsnorm-internal", phase="norm", **KNOBS, site_rate=rate) for rate in (None, 1.0)
+    )
+    for seed in range(3):
+        for model in (lagging, following):
+            model(*batch(seed=seed))
+            model.update_statistics()
+    for name, site in site_losses(following).items():
+        other = site_losses(lagging)[name]
+        last = site.means()[0]
+        assert last == other.means()[0] == site.corrected()[0] != other.corrected()[0]
+    for name, norm in following.taper_norms().items():
+        assert torch.equal(norm.c_now(), lagging.taper_norms()[name].c_now())
+
+
 def test_only_tokens_that_count_for_c_count_here():
     x, y = batch()
     held = tiny("rmsnorm", phase="norm", **KNOBS, calib_skip_first=True)

@@ -196,7 +196,7 @@ def test_at_least_half_of_the_tokens_count_however_the_stream_grows():
     norm = taper_norm(False, "norm", sink_multiple=1.0)
     for size in (1.0, 1e4):
         norm(stream(4, 25, seed=1) * size)
-        observe_step([norm], RATE)
+        observe_step([norm])
         assert 0.4 < norm.left_out() <= 0.5
 
 
@@ -375,7 +375,7 @@ def test_a_degenerate_calibration_is_refused_by_the_norms_name(variant, wrong):
 def test_a_stream_of_zeros_calibrates_no_mean_scale():
     norm = MeanScaleTaper(RMSNorm(8, 1e-6)).train()
     norm(torch.zeros(2, 4, 8))
-    observe_step([norm], 0.01)
+    observe_step([norm])
     with torch.no_grad(), refuses("the stream is 0 or not finite"):
         norm.calibrate()
 
