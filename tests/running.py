@@ -167,10 +167,11 @@ def cut_back(step: int, run: Path, again: Path):
 
 
 def assert_goes_on_from(step: int, run: Path, again: Path):
-    """A copy of a run, resumed from its checkpoint before the last, ends as the run did."""
+    """A copy of a run, resumed from its checkpoint before the last, ends as the run did, where it is."""
     cut_back(step, run, again)
     train("--init_from=resume", f"--out_dir={again}")
     assert_same_run(run, again)
+    assert json.loads((again / "config.json").read_text())["out_dir"] == str(again)
 
 
 def refused(capsys, *argv, program="train.py") -> str:

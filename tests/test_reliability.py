@@ -172,17 +172,6 @@ def test_auto_does_not_go_on_with_another_seed(short, corpus, capsys):
     assert "seed" in refused(capsys, *flags(short, corpus, **SHORT, init_from="auto", seed=3))
 
 
-def test_a_folder_that_was_moved_is_written_where_it_is(short, tmp_path, monkeypatch):
-    shutil.copytree(short, tmp_path / "out")
-    before = {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out/folded.pt").unlink()
-    train("--init_from=resume", "--out_dir=out")
-    assert json.loads((tmp_path / "out/config.json").read_text())["out_dir"] == "out"
-    assert (tmp_path / "out/folded.pt").exists()
-    assert before == {p.name: p.stat().st_mtime_ns for p in short.iterdir()}
-
-
 def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):
     (tmp_path / "ckpt.pt").write_bytes(b"not read")
     with hold_folder(tmp_path):
@@ -382,20 +371,6 @@ def test_a_rank_that_fails_takes_the_job_down(corpus, tmp_path, rank):
     said = process.communicate(timeout=60)[0]
     print(f"down after {time.perf_counter() - began:.1f} s")
     assert process.returncode != 0 and "RuntimeError: a bug" in said and "tests/faults.py" in said
-
-
-# --- determinism
-
-
-def test_the_same_seed_gives_the_same_files(short, corpus, tmp_path):
-    """In another process, with another order of hashes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
-    assert launch(*flags(tmp_path / "run", corpus, **SHORT), env=env, stdout=-3).wait() == 0
-    assert_same_run(short, tmp_path / "run")
-    for name in ("unfused.pt", "folded.pt"):
-        assert_same(*(read_file(out / name)["state"] for out in (short, tmp_path / "run")))
-    a, b = (header(out) for out in (short, tmp_path / "run"))
-    assert {**a, "settings": 0} == {**b, "settings": 0}
 
 
 # --- what a review found

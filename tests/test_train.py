@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forms import load_model
-from model import Transformer
 from nanonorm import machine
+from nanonorm.files import read_file
 from nanonorm.machine import pick_dtype
 from scripts.studies.runs import identity, read_finished
 
@@ -108,7 +108,8 @@ def test_looking_changes_nothing(reference, corpus, tmp_path):
 
 
 def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thread):
-    """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share."""
+    """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share. Each
+    process has an order of hashes of its own."""
     out, seed, step = tmp_path / "run", time.time_ns(), 0
     print(f"seed {seed}")  # pytest shows it where the test fails
     rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
@@ -116,9 +117,11 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thr
         killed(argv, rng.choice(["before", "after"]), rng.randint(first, last) - step)
         step = final(out)["progress"]["iter"]
     killed(argv, "write", rng.randint(1, 100))
-    train(*argv)
+    ran(*argv)
     assert not list(out.glob("*.tmp"))
     assert_same_run(reference, out)
+    for name in ("unfused.pt", "folded.pt"):
+        assert_same(*(read_file(run / name)["state"] for run in (reference, out)))
 
 
 @pytest.mark.parametrize("start, checkpoint", [(16, False), (8, True)])
@@ -336,16 +339,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     argv, env = flags(tmp_path / "run", corpus, max_iters=16, gate_end=16), {"OMP_NUM_THREADS": "2"}
     lines = said_by(tmp_path / "looking.py", *argv, env=os.environ | env).splitlines()
     assert lines.count("zero") == 16 and "subnormal" not in lines
-
-
-def test_non_finite_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, capsys):
-    knobs = dict(learning_rate=1e30, warmup_iters=0, taper="none", aux_weight=0, ckpt_interval=1)
-    status = train(*flags(tmp_path / "run", corpus, **knobs, log_interval=2), expect=None)
-    assert len(status.splitlines()) == 1
-    assert re.search(r"step \d+: non-finite (output|gradient) of \w+", status)
-    kept = final(tmp_path / "run")
-    assert all(torch.isfinite(t).all() for t in kept["state"].values())
-    assert f"step {kept['progress']['iter']}:" in status  # the state just before the step that failed
 
 
 def test_non_finite_before_two_gates_is_one_line(corpus, tmp_path):
