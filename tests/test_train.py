@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, slow, tiny_config, tokens
+from conftest import ROOT, slow
 from running import (
     assert_goes_on_from,
     assert_same,
@@ -199,28 +199,6 @@ def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, capf
     assert final(again)["run"]["draw_size"] == (None if same else 4)
     torch.testing.assert_close(final(again)["state"], final(two_by_four)["state"], rtol=1e-8, atol=1e-10)
     assert_same_log(two_by_four, again, 1e-8)
-
-
-def rank_main(rank, folder):
-    where = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = Transformer(tiny_config("rmsnorm-all-aux"))
-    for step in range(5):
-        idx = tokens(2, 16, seed=10 * step + rank)  # every rank sees its own tokens
-        model(idx, idx).total.backward()
-        model.update_statistics(torch.distributed.all_reduce)
-    model.calibrate()
-    held = {k: v for k, v in model.state_dict().items() if k.endswith((".c", "target"))}
-    torch.save(held, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_ranks_hold_the_same_c_to_the_bit(tmp_path):
-    torch.multiprocessing.spawn(rank_main, (tmp_path,), nprocs=2)
-    a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert len(a) == 6
-    assert_same(a, b)
 
 
 @pytest.mark.parametrize("compiles, n_layer", [slow(True, 1), slow("regional", 2)])
