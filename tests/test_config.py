@@ -695,30 +695,7 @@ def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys):
             raise RuntimeError(bug)
 
 
-def test_an_exception_leaves_the_old_file_and_no_temporary(tmp_path):
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), atomic_write(path) as f:
-        f.write(b"half of the ne")
-        f.flush()
-        _ = 1 / 0
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"old")
-    with atomic_write(str(path)) as f:
-        f.write(b"new")
-        f.flush()
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-    with atomic_write(path, "w") as f:
-        f.write("τ\n")
-    assert path.read_bytes() == "τ\n".encode()
-
-
-def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+def test_the_old_file_stands_until_the_new_one_is_synced_and_then_the_folder_is(tmp_path, monkeypatch):
     events = []
     fsync, rename = os.fsync, os.replace
 
@@ -728,9 +705,13 @@ def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), rename(a, b)))
-    with atomic_write(tmp_path / "f") as f:
-        f.write(b"x")
-    assert events == ["sync file", "rename", "sync folder"]
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with atomic_write(str(path), "w") as f:
+        f.write("τ\n")
+        f.flush()
+        assert path.read_bytes() == b"old"
+    assert events == ["sync file", "rename", "sync folder"] and path.read_bytes() == "τ\n".encode()
 
 
 def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
