@@ -7,13 +7,14 @@ import sys
 from contextlib import suppress
 
 import pytest
+import test_convert
 from conftest import refuses, tiny
 
 from forms import from_file
-from nanonorm.files import write_file
 from nanonorm.run import open_model
 from scripts.speed import serving
 
+saved = test_convert.saved  # a fixture
 VLLM = "with norms in vLLM's class"
 
 
@@ -53,22 +54,8 @@ def test_the_rounds_of_a_process():
     assert asked != serving.rounds_of(serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, seed=1), 50)
 
 
-@pytest.fixture
-def source(corpus, tmp_path):
-    """A function that writes a network, with its tokenizer beside it; returns its path."""
-
-    def save(variant: str, name: str = "model.pt"):
-        folder = tmp_path / "source"
-        folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
-        write_file(tiny(variant, vocab_size=400).to_file({"phase": "norm", "gate": 1.0}), folder / name)
-        return folder / name
-
-    return save
-
-
-def test_networks_without_norms_are_made_of_one_that_has_them(source, tmp_path):
-    given = source("rmsnorm")
+def test_networks_without_norms_are_made_of_one_that_has_them(saved, tmp_path):
+    given = saved(tiny("rmsnorm", vocab_size=400))
     for name, (norm, taper) in serving.CHANGES.items():
         serving.make_network(str(given), name, tmp_path / "made.pt")
         made = from_file(*open_model(tmp_path / "made.pt"))
@@ -78,14 +65,14 @@ def test_networks_without_norms_are_made_of_one_that_has_them(source, tmp_path):
         wanted = {site: 1.0 if "final" in site else serving.SCALE for site in scales}
         assert scales == pytest.approx(wanted)
     with refuses("norm=layernorm; this needs a network with rmsnorm"):
-        serving.make_network(str(source("layernorm")), "none", tmp_path / "none.pt")
+        serving.make_network(str(saved(tiny("layernorm", vocab_size=400))), "none", tmp_path / "none.pt")
 
 
 @pytest.fixture
-def serve(source, tmp_path, monkeypatch):
+def serve(saved, tmp_path, monkeypatch):
     """A function that runs the command, but times nothing, and stops it by Ctrl-C after `most` processes;
     returns what they were started for."""
-    given = source("rmsnorm")
+    given = saved(tiny("rmsnorm", vocab_size=400))
 
     def run(*flags, path=given, most=99):
         asked = []
@@ -134,10 +121,10 @@ def test_an_empty_table_gets_its_head(serve, tmp_path):
     assert len(serve("--processes=1")) == 2
 
 
-def test_a_folder_has_rows_of_the_same_settings(serve, source, tmp_path):
+def test_a_folder_has_rows_of_the_same_settings(serve, saved, tmp_path):
     out = tmp_path / "out"
     with refuses("norm=layernorm"):  # nothing is made yet, so another start may differ
-        serve("--seed=1", path=source("layernorm", "other.pt"))
+        serve("--seed=1", path=saved(tiny("layernorm", vocab_size=400), "other.pt"))
     serve(most=1)
     kept = (out / "serving.csv").read_text()
     for flag in ("--batch=2", "--prompt=8", "--new_tokens=8", "--rounds=1", "--threads=1", "--seed=1"):
