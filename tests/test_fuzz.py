@@ -712,6 +712,10 @@ FOUND = {
         "a vocabulary of 360.0": (([("meta", "vocab_size", 360.0)], 16, "None"), "refused"),
         "a vocabulary of nan": (([("meta", "vocab_size", float("nan"))], 16, "None"), "refused"),
         "a manifest too deep": (([("whole", "meta.json", b"[" * 100000)], 16, "None"), "refused"),
+        "half a manifest": (([("whole", "meta.json", b"{")], 16, "None"), "refused"),
+        "fewer tokens than it says": (([("whole", "train.bin", b"\0" * 1002)], 16, "None"), "refused"),
+        "an id beyond the vocabulary": (([("id", "train", 7, 360)], 16, "None"), "refused"),
+        "no tokenizer": (([("gone", "tokenizer.model")], 16, "None"), "refused"),
     },
     "model file": {
         "a pickle of another protocol": (("unfused.pt", [], "pickle", "bench.py", 0, 1), "refused"),

@@ -361,20 +361,6 @@ def test_refusals_before_anything_is_written(corpus, tmp_path, capsys):
     assert "config/demo.py" in refused(capsys, "config/dem.py")
 
 
-def test_refused_corpora(corpus, tmp_path, capsys):
-    def broken(name, change):
-        folder = shutil.copytree(corpus, tmp_path / name)
-        change(folder)
-        return refused(capsys, *flags(tmp_path / "run", folder))
-
-    meta = json.dumps(json.loads((corpus / "meta.json").read_text()) | {"vocab_size": 390})
-    assert "bytes" in broken("short", lambda f: (f / "train.bin").write_bytes(b"\0" * 1001))
-    assert "beyond the vocabulary" in broken("ids", lambda f: (f / "meta.json").write_text(meta))
-    assert "prepare" in broken("json", lambda f: (f / "meta.json").write_text("{"))
-    assert "tokenizer.model" in broken("gone", lambda f: (f / "tokenizer.model").unlink())
-    assert not (tmp_path / "run").exists()
-
-
 def test_refused_run_folders(reference, corpus, tmp_path, capsys):
     assert "holds a run" in refused(capsys, *flags(reference, corpus))
     before = {p.name: p.read_bytes() for p in reference.iterdir()}
