@@ -1,7 +1,6 @@
 """The architecture's other knobs, those of GPT-2, Llama, Qwen2 and Qwen3: every norm, form, cache and file
 works with each of them, nothing at 1 or 0."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -93,19 +92,6 @@ def test_qk_norms_taper_only_when_they_are_told_to():
 
 
 # --- positions, shapes, flops
-
-
-def test_llama3_scaling_keeps_fast_rotations_and_slows_slow_ones():
-    plain = ModelConfig(n_embd=64, n_head=1, block_size=4096, rope_base=500000.0)
-    scaled = replace(plain, rope_scaling=(32.0, 1.0, 4.0, 512.0))
-    tables = [rope_tables(c, "cpu") for c in (plain, scaled)]
-    angles = [torch.atan2(sin[1, 0, 32:], cos[1, 0, 32:]) for cos, sin in tables]
-    turns = 512 * angles[0] / (2 * math.pi)  # in the original length
-    ratio = angles[1] / angles[0]
-    assert torch.allclose(ratio[turns > 4], torch.tensor(1.0))
-    assert torch.allclose(ratio[turns < 1], torch.tensor(1 / 32))
-    between = ratio[(turns > 1) & (turns < 4)]
-    assert len(between) and ((between > 1 / 32) & (between < 1)).all()
 
 
 def test_frequencies_are_rounded_as_one_over_the_power():

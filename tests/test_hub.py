@@ -31,8 +31,8 @@ from nanonorm.run import open_model
 
 VOCAB = 61
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "rope_theta": 1e2, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }  # fmt: skip
 SIZES = {
     "GPT2LMHeadModel": {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 4},
@@ -207,8 +207,10 @@ def test_llama_as_the_hub_has_it(kind, tmp_path):
     theirs = made("LlamaForCausalLM", rope_parameters=LLAMA3, rms_norm_eps=1e-6)
     theirs.save_pretrained(tmp_path)
     scaling = {kind if k == "rope_type" else k: v for k, v in LLAMA3.items() if k != "rope_theta"}
-    change(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling, rms_norm_eps=None)
-    change(tmp_path, architectures=None, dtype=None, torch_dtype="float64", pretraining_tp=2)
+    change(tmp_path, rope_parameters=None, rope_theta=LLAMA3["rope_theta"], rope_scaling=scaling)
+    change(
+        tmp_path, rms_norm_eps=None, architectures=None, dtype=None, torch_dtype="float64", pretraining_tp=2
+    )
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
     change_tensors(tmp_path, lambda tensors: tensors | frequencies)
     assert_same_logits(tmp_path, theirs, 60)
