@@ -110,14 +110,6 @@ def test_a_prompt_in_an_empty_cache_is_attended_to_causally(variant, monkeypatch
     assert asked == [((14, 14), False, 14)] * 2
 
 
-def test_generating_masks_no_prompt(monkeypatch):
-    """Nor where the context dropped to its newer half; a compiled decoding has its graph of one token."""
-    model = tiny("coupled").eval()
-    asked = watch(monkeypatch, "model.attend", lambda q, k, v, mask=None, *_: (q.shape[2], mask is None))
-    model.generate(tokens(2, 15), 3, temperature=0)
-    assert asked == [(15, True)] * 2 + [(1, False)] * 2 + [(8, True)] * 2
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_decoding_is_compiled_once(monkeypatch, rows):
     """Not once a token: whatever the compiler guards of a step's input, the next one has too."""
