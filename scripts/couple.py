@@ -20,7 +20,6 @@ folder: model.pt, the tokenizer, couple.md with the same tables, couple.json wit
 """
 
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -145,20 +144,6 @@ def coupled(file: dict, path: Path, keep: int, numbers) -> Transformer:
     return begun_from({**file, "state": state}, config, path)
 
 
-@contextmanager
-def progress(label: str, networks: list[Transformer], tokens: int):
-    """A bar that moves with every batch that one of `networks` reads."""
-    with tqdm(total=tokens, desc=label, unit="token", unit_scale=True, disable=None) as bar:
-
-        def has_read(network, args, out):
-            bar.update(args[0].numel())
-
-        hooks = [network.register_forward_hook(has_read) for network in networks]
-        yield
-        for hook in hooks:
-            hook.remove()
-
-
 def every_choice(own, cfg: Couple) -> dict:
     """{(kept blocks, alpha): its numbers} of all that are compared. own: as measure() has it."""
     kept = sorted({*KEPT, *{cfg.keep} - {"auto"}})
@@ -176,9 +161,8 @@ def compare(file: dict, path: Path, before: Transformer, choices: dict, val, apa
     afters = [coupled(file, path, k, numbers).to(device) for (k, _), numbers in choices.items()]
     for after in afters:
         after.rope = before.rope  # of a long context the largest tensor that they do not share
-    pairs = list(zip(x.split(1), y.split(1), strict=True))
-    with progress("comparing", [before, *afters], x.numel() * (1 + len(afters))):
-        found = divergences(before, afters, pairs)
+    pairs = tqdm(list(zip(x.split(1), y.split(1), strict=True)), "comparing", disable=None)
+    found = divergences(before, afters, pairs)
     return {choice: (choices[choice], d) for choice, d in zip(choices, found, strict=True)}
 
 
@@ -262,9 +246,8 @@ def main():
         apart = corpus.get("block_size", 1)
         starts = spread_starts(len(train), T, cfg.tokens, apart)
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
-        batches = (windows(tokens, starts[i : i + few], T, device)[0] for i in range(0, count, few))
-        with progress("measuring", [network], count * T):
-            rms, own = measure(network, batches)
+        firsts = tqdm(range(0, count, few), "measuring", disable=None)
+        rms, own = measure(network, (windows(tokens, starts[i : i + few], T, device)[0] for i in firsts))
         found = compare(file, path, network, every_choice(own, cfg), torch.from_numpy(val), apart, cfg)
         choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
         how = f"the fewest blocks whose KL is within {WITHIN:.0%} of the least, and with them the best alpha"

@@ -128,12 +128,10 @@ def common_block_size(k: Evaluate, networks: list[Network], texts: list[Text]) -
 
 
 def batches(blocks: np.ndarray, size: int, device, label: str):
-    """Yield (first block, ids (B, T)), with a bar of blocks; no bar unless stderr is a terminal."""
-    with tqdm(total=len(blocks), desc=label[-30:], unit="block", disable=None) as bar:
-        for first in range(0, len(blocks), size):
-            some = blocks[first : first + size].astype(np.int64)
-            yield first, torch.from_numpy(some).to(device)
-            bar.update(len(some))
+    """Yield (first block, ids (B, T)), with a bar of batches; no bar unless stderr is a terminal."""
+    for first in tqdm(range(0, len(blocks), size), label[-30:], disable=None):
+        some = blocks[first : first + size].astype(np.int64)
+        yield first, torch.from_numpy(some).to(device)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """CoupledNorm for networks that are trained already: calibrated, written, folded, decoded."""
 
 import csv
-import io
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import torch
 from conftest import batch, scale_of_difference, tiny, tokens
 from running import flags, refused, train
 from test_distill import every_family, student_of, taught_step, teacher_of
-from tqdm import tqdm
 
 from begin import untapered
 from forms import fold, load_model
@@ -217,28 +215,18 @@ def test_the_next_command_reads_a_corpus_as_it_is_cut(base, corpus, tmp_path, ca
 
 def test_the_original_is_run_once(base, corpus, tmp_path, capsys, monkeypatch):
     """Of all choices together: it reads the measured tokens, then the compared ones, each once; so does what
-    every choice makes of it read those that are compared. The bars, which count tokens, end at their ends."""
-    read, bars, forward = Counter(), [], Transformer.forward
+    every choice makes of it read those that are compared."""
+    read, forward = Counter(), Transformer.forward
 
     def watched(model, idx, *args, **how):
         read[model.config.norm] += idx.numel()
         return forward(model, idx, *args, **how)
 
-    class Bar(tqdm):
-        def __init__(self, **how):
-            super().__init__(**{**how, "disable": False, "file": io.StringIO()})
-
-        def close(self):
-            bars.append((self.desc, self.n, self.total))
-            super().close()
-
     monkeypatch.setattr(Transformer, "forward", watched)
-    monkeypatch.setattr("tqdm.tqdm", Bar)
     sizes = ("--tokens=320", "--window=32", "--compared=64", "--keep=1")
     train(base, f"--data={corpus}", f"--out={tmp_path / 'out'}", *sizes, program="scripts/couple.py")
     choices = len(json.loads((tmp_path / "out/couple.json").read_text())["choices"])
     assert choices == 9 and read == {"rmsnorm": 320 + 64, "coupled": 64 * choices}
-    assert set(bars) == {("measuring", 320, 320), ("comparing", 64 * 10, 64 * 10)}
 
 
 def test_divergences_are_those_of_one_pair_after_another():
