@@ -2,7 +2,7 @@
 
     python scripts/foldable.py gpt2 bert bloom    # small networks of named architectures, random weights
     python scripts/foldable.py --all              # every architecture of scripts/foldables/zoo.py
-    python scripts/foldable.py --checkpoint DIR   # a pretrained model saved in DIR
+    python scripts/foldable.py --checkpoint=DIR   # a pretrained model saved in DIR
 
 "printed algorithm" in the table is the paper's (arXiv 2605.14521) as it is printed, which can be unsound.
 """
@@ -35,19 +35,6 @@ class Foldable:
 # The percentages of the paper's Table 3. Which column the second one is of, the text does not say.
 PRINTED = {"gpt2": "100%", "bert": "96.00%, 100%", "bloom": "83.33%, 100%"}
 PRINTED |= dict.fromkeys(("opt", "phi", "vit"), "100%")
-
-
-def expand_flags(words: list[str]) -> list[str]:
-    """Write `--all` and `--checkpoint DIR` as parse() takes them: `--key=value`."""
-    found, words = [], list(words)
-    while words:
-        word = words.pop(0)
-        if word in ("--all", "--list"):
-            word += "=True"
-        elif word == "--checkpoint" and words:
-            word += "=" + words.pop(0)
-        found.append(word)
-    return found
 
 
 def counts(report: FoldReport) -> str:
@@ -90,13 +77,14 @@ def print_table(names: list[str], knobs: Foldable):
 
 
 def main():
-    knobs, _, names = parse(Foldable, expand_flags(sys.argv[1:]), usage=__doc__)
+    argv = [f"{word}=True" if word in ("--all", "--list") else word for word in sys.argv[1:]]
+    knobs, _, names = parse(Foldable, argv, usage=__doc__)
     if knobs.all:
         names = [*names, *zoo.NAMES]
     if not names and not knobs.checkpoint:
-        raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or give --all, or --checkpoint DIR")
+        raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or give --all, or --checkpoint=DIR")
     if names and knobs.checkpoint:
-        raise BadInput("--checkpoint DIR is one model; name no architectures beside it")
+        raise BadInput("--checkpoint=DIR is one model; name no architectures beside it")
     for name in names:
         zoo.check_name(name)
     torch.manual_seed(knobs.seed)

@@ -720,11 +720,11 @@ def test_the_command_prints_its_table(capsys):
     [
         ([], "name architectures"),
         (["torch-prenorm", "gtp2"], "gpt2"),
-        (["gpt2", "--checkpoint", "x"], "name no architectures"),
+        (["gpt2", "--checkpoint=x"], "name no architectures"),
         (["torch-prenorm", "--layers=0"], "layers must be"),
         (["torch-prenorm", f"--seed={2**70}"], "seed must be"),
         (["--chekpoint", "x"], "flags are written"),
-        (["--checkpoint", "nowhere"], "config.json"),
+        (["--checkpoint=nowhere"], "config.json"),
     ],
 )
 def test_bad_input_is_one_line(capsys, words, says):

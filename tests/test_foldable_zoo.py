@@ -193,7 +193,7 @@ def test_a_checkpoint_in_a_folder(tmp_path, monkeypatch, capsys):
     """Saved, loaded and judged by the command; a folder that is cut short is one line."""
     for name, ops in (("gpt2", 1), ("vit", 0)):
         randomize(build(name, layers=2).model).save_pretrained(tmp_path / name)
-        monkeypatch.setattr(sys, "argv", ["foldable.py", "--checkpoint", str(tmp_path / name)])
+        monkeypatch.setattr(sys, "argv", ["foldable.py", f"--checkpoint={tmp_path / name}"])
         main()
         assert f"5/5 LayerNorms foldable, {ops} inserted" in capsys.readouterr().out
     (tmp_path / "vit" / "model.safetensors").write_bytes(b"x")
