@@ -149,16 +149,6 @@ def translated(model: Transformer, family: type[Family], twin: dict) -> tuple[di
     return tensors, {name.removeprefix(family.prefix): kind for name, kind in modules.items()}
 
 
-def starred(modules: dict[str, str], n_layer: int) -> dict[str, str]:
-    """The same with * for the number of a layer where all layers agree."""
-    groups, short = {}, {}
-    for name, kind in modules.items():
-        groups.setdefault((re.sub(r"\.\d+", ".*", name), kind), []).append(name)
-    for (pattern, kind), names in groups.items():
-        short |= dict.fromkeys([pattern] if len(names) == n_layer else names, kind)
-    return short
-
-
 def code_for(name: str) -> str:
     """modeling_nanonorm.py for a class of transformers."""
     family = re.sub("(LMHeadModel|ForCausalLM)$", "", name)
@@ -214,7 +204,7 @@ def write(job: Job) -> dict:
         "architectures": ["NanonormForCausalLM"],
         "original_architecture": name,  # which TransformerLens asks for
         "auto_map": {auto: f"modeling_nanonorm.Nanonorm{what}" for auto, what in AUTOS.items()},
-        "modules": starred(modules, c.n_layer),
+        "modules": modules,
         "coupled_grad": c.coupled_grad,
         "coupled_floor": c.coupled_floor,
         "sink": (twin["n_kv_head"], 1, twin["head_dim"]) if sunk else None,  # the shape of a layer's keys

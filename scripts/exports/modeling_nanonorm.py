@@ -1,11 +1,9 @@
 """A Llama of transformers 4.57 or 5 that has other modules, or none, where its norms were.
 
-config.modules says which: {name of a module, in the base model: what stands there}, with * for the number of
-a layer where all of them agree. With config.sink, attention sees in front of every text the keys and values
-of one more token, at position 0, which are constants. Written by nanonorm; trust_remote_code=True loads it.
+config.modules says which: {name of a module, in the base model: what stands there}. With config.sink,
+attention sees in front of every text the keys and values of one more token, at position 0, which are
+constants. Written by nanonorm; trust_remote_code=True loads it.
 """
-
-import re
 
 import torch
 import torch.nn.functional as F
@@ -120,10 +118,9 @@ def add_sink(model, config):
 def exchange(model, config):
     """Put what config.modules names in place of the modules of a Llama."""
     for path, old in list(model.named_modules()):
-        name = path.removeprefix(f"{model.base_model_prefix}.")
-        kind = config.modules.get(name) or config.modules.get(re.sub(r"\.\d+", ".*", name))
+        kind = config.modules.get(path.removeprefix(f"{model.base_model_prefix}."))
         if kind == "CoupledLayer":
-            new = CoupledLayer(config, int(name.rpartition(".")[2]))
+            new = CoupledLayer(config, int(path.rpartition(".")[2]))
         elif kind == "Linear":  # with a bias
             new = nn.Linear(old.in_features, old.out_features)
         elif kind is not None:
