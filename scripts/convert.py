@@ -51,7 +51,6 @@ class Convert:
 
     to: Literal[*KINDS, "all"] = "hf"  # the kind of export
     out: str | None = None  # the folder to make
-    form: Literal["auto", "folded", "unfused", "trained"] = "auto"  # auto: what --to needs
     dtype: Literal["auto", *DTYPES] = "auto"  # of the exported weights; auto: the file's
     tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use instead of the model's own
     push: str | None = None  # USER/NAME of a repository to make on the Hugging Face hub and upload it to
@@ -116,7 +115,7 @@ def real_text(tokenizer: Tokenizer, longest: int, own: str | None) -> tuple[torc
 
 
 def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transformer, dict[str, float]]:
-    """(the model in the form that is exported, the errors of the fold). Raises: ModelError, BadInput."""
+    """(the model in the form that is exported, the errors of the fold). Raises: ModelError."""
     model.anchor = None  # of training alone
     c = model.config = replace(model.config, **off(ModelConfig, "aux_weight"))
     if c.form in ("folded", "weightless"):
@@ -128,8 +127,6 @@ def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transform
         c = model.config
         model.config = replace(c, form="trained" if c.form == "unfused" and c.sink_token is None else c.form)
         return model, errors
-    if form == "trained" and c.taper != "none":
-        raise BadInput("--form=trained keeps the gate, which no other tool knows; use folded or unfused")
     if c.form == form:
         return model, model.meta.get("fold_error", {})
     return proved(model, form, idx)
@@ -149,14 +146,9 @@ def rounded(model: Transformer, dtype: torch.dtype, idx: torch.Tensor) -> dict[s
 def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
     """Make one export; returns what there is to say of it. Raises: BadInput, ModelError."""
     form = "unfused" if to in ("stock", "gguf") else "folded"
-    model, path = open_source(source, form if cfg.form == "auto" else cfg.form)
+    model, path = open_source(source, form)
     c = model.config
-    if cfg.form != "auto":
-        form = cfg.form
-        if c.form in ("folded", "weightless") and c.form != form:
-            remedy = f"leave out --form={form}, or give the unfused.pt or the ckpt.pt that it was made of"
-            raise BadInput(f"{path} is {c.form} already; {remedy}")
-    elif to == "hf":
+    if to == "hf":
         form = form_for(c)
     elif form == "unfused" and wants_folding(c):
         form = "folded"

@@ -562,11 +562,6 @@ def test_what_a_class_of_transformers_refuses_is_one_line(refusal, monkeypatch):
     assert "transformers refuses the file: `embed_dim` must be divisible" in error
 
 
-@pytest.mark.parametrize("change, form", [("all", "unfused"), ("coupled", "trained"), ("cbwc", "unfused")])
-def test_transformers_takes_no_other_form(change, form, refusal):
-    assert "takes the folded form" in refusal(network("ours", change), f"--form={form}")
-
-
 def test_a_folded_cbwc_loses_its_shifts_too(saved, tmp_path, code_cache):
     """A run's folded.pt has RMSNorms with a shift, which no class of transformers has."""
     ours, idx = network("ours", "cbwc"), ids(2, 48)
@@ -588,12 +583,6 @@ def test_all_that_can_hold_it(saved, capsys, tmp_path):
     assert "it runs in onnxruntime\n" in said and "it runs in transformers 4.57 and 5" in said
     error = refused(capsys, tmp_path / "none.pt", "--to=all", f"--out={tmp_path / 'none'}", program=CONVERT)
     assert "none.pt" in error and not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("form", ["unfused", "trained"])
-def test_a_folded_file_has_no_other_form(form, saved, refusal):
-    source = saved(fold(network("ours", "all")), "folded.pt")
-    assert "is folded already; leave out --form" in refusal(source, f"--form={form}")
 
 
 def test_a_refusal_leaves_no_parents(saved, capsys, tmp_path):
@@ -683,7 +672,6 @@ def test_nohup_is_respected(before):
     [
         (["--out=None"], "name a model and a folder to make"),
         (["--to=tflite"], "to must be one of hf, stock, gguf, onnx, all"),
-        (["--form=trained"], "--form=trained keeps the gate"),
         (["--private=True"], "--private=True is of the repository that --push=USER/NAME makes"),
         (["--push=me/it", "--to=all"], "--push uploads one export"),
     ],

@@ -193,8 +193,6 @@ def write(job: Job) -> dict:
         errors, name = write_class(job, file)
         how, runs = HOW.format(dtype=name_of(job.dtype)), f"{RUNS}, and in whatever else runs a {name}"
         return {"errors": errors, "runs": runs, "how": how, "saves": saves(job.model)}
-    if c.form in ("trained", "unfused") and len(export_files(replace(c, form="trained"))) > 1:
-        raise ModelError(f"transformers takes the folded form, and this is {c.form}; leave out --form")
     name, twin = nearest(c)
     family, sunk = FAMILIES[name], c.sink_token is not None
     tensors, modules = translated(job.model, family, twin)

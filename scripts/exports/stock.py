@@ -82,7 +82,7 @@ def refuse(model: Transformer):
     if not NORMS[c.norm].tapers:
         raise ModelError(f"no stock class computes norm={c.norm}; use --to=hf or --to=onnx")
     if c.form not in ("folded", "unfused"):
-        raise ModelError(f"form={c.form} keeps its norms; a stock class needs them gone: --form=unfused")
+        raise ModelError(f"form={c.form} has norms that no stock class has; give the file it was folded from")
     if c.taper != "all" or c.taper_from_layer:
         kept = "the output norm" if c.taper == "internal" else "the blocks' norms"
         kept = f"the norms of blocks below {c.taper_from_layer}" if c.taper_from_layer else kept
