@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data import with_bar
 from data.tokenizer import END
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, needed
 from nanonorm.files import atomic_write
 
 HUB_TIMEOUT_S = 10  # for the first question to the hub; reading the rows keeps the client's own timeouts
@@ -31,13 +31,9 @@ class HubSet:
     def __init__(self, name: str, way_out: str, revision: str | None = None, subset: str | None = None):
         self.name, self.way_out = name, way_out
         self.which = (name,) if subset is None else (name, subset)
-        try:
-            import datasets
-            import huggingface_hub
-        except ImportError as e:
-            remedy = f"pip install datasets, or {way_out}"
-            raise BadInput(f"reading the hub needs the package datasets ({e}); {remedy}") from None
-        self.package = datasets
+        self.package = needed("datasets", f"datasets, or {way_out}", "reading the hub")
+        import huggingface_hub  # which comes with it
+
         of_one = {} if revision is None else {"revision": revision}
         try:
             # Without a network the client would retry for half a minute. One question first tells at once.

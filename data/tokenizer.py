@@ -17,7 +17,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, needed
 from nanonorm.files import TOKENIZER_FILES, is_gguf, json_object
 
 END = "<|endoftext|>"  # the end-of-document token, and the line that ends a story in a local text file
@@ -233,21 +233,12 @@ class TokenizerJson(Tokenizer):
 # reading
 
 
-def tokenizers_package():
-    """The package `tokenizers`, which only a tokenizer.json needs. Raises: BadInput."""
-    try:
-        import tokenizers
-    except ImportError as e:
-        raise BadInput(f"a tokenizer.json needs pip install tokenizers ({e})") from None
-    return tokenizers
-
-
 def read_core(model: bytes, name: str):
     """The tokenizers.Tokenizer of a tokenizer.json. It encodes all of a text, no part as a special token.
 
     Raises: BadInput.
     """
-    package = tokenizers_package()
+    package = needed("tokenizers", "tokenizers", "a tokenizer.json")
     with failing_as(f"{name} is not a sound tokenizer.json"):
         core = package.Tokenizer.from_buffer(model)
     core.no_truncation()  # a training script may have left either in the file
@@ -272,7 +263,7 @@ def byte_level(vocab: Path) -> bytes:
 
     Raises: BadInput.
     """
-    package = tokenizers_package()
+    package = needed("tokenizers", "tokenizers", "a tokenizer.json")
     with failing_as(f"{vocab} and merges.txt are not a vocabulary"):
         model = package.models.BPE.from_file(str(vocab), str(vocab.with_name("merges.txt")))
     core = package.Tokenizer(model)
@@ -320,11 +311,9 @@ def render(template: str, name: str, reply: bool = True, **values) -> str:
 
     Raises: BadInput for a template that fails, or refuses the messages.
     """
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as e:
-        raise BadInput(f"a chat template needs the package jinja2 ({e}); pip install jinja2") from None
+    needed("jinja2", "jinja2", "a chat template")
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message):
         raise TemplateError(message)

@@ -10,7 +10,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from nanonorm.errors import BadInput, ModelError
+from nanonorm.errors import BadInput, ModelError, needed
 from nanonorm.files import check_state, is_plain
 from nanonorm.kernels import upcast
 from nanonorm.machine import quiet_torchao
@@ -39,13 +39,12 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
 
     targets: qkv, proj, gate_up (or up) and down; None: all. Raises: BadInput, ModelError.
     """
-    try:
-        quiet_torchao()  # which peft imports where it is installed
-        import peft
+    quiet_torchao()  # which peft imports where it is installed
+    needed("peft.tuners.lora.variants", "peft", f"adapter={kind}")
+    import peft
 
-        from nanonorm.dora import Dora
-    except ImportError:
-        raise BadInput("adapters need peft: pip install peft") from None
+    from nanonorm.dora import Dora
+
     linears = {n: m for n, m in network.blocks[0].named_modules() if isinstance(m, nn.Linear)}
     there = {name.rpartition(".")[2]: name for name in linears}
     for target in targets or ():

@@ -1,6 +1,7 @@
 """Bad input is one line on stderr and exit status 2, in every command."""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -47,6 +48,15 @@ def one_line_errors(*also: type[Exception]):
     except OSError as e:  # a name too long, a folder that may not be searched: what no caller foresaw
         what = "reading or writing failed" if e.filename is None else f"cannot use {e.filename}"
         leave(f"{what}: {e.strerror or e}; name another path")
+
+
+def needed(package: str, install: str = "-r requirements-export.txt", what: str = "this"):
+    """The module of an optional package. what: that needs it. Raises: BadInput if it cannot be imported."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        missing = f"{what} needs {package}, which cannot be imported ({e})"
+        raise BadInput(f"{missing}: pip install {install}") from None
 
 
 def exit_on_signals():

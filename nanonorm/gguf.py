@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.errors import BadFile, ModelError, needed
 from nanonorm.families import FAMILIES, check_fit, pieces_of, to_ours
 from nanonorm.rotary import llama3_frequencies
 
@@ -122,15 +122,6 @@ def frequency_divisors(c: dict, scaling: tuple) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------------------
 # reading
-
-
-def package():
-    """The package gguf. Raises: BadInput."""
-    try:
-        import gguf
-    except ImportError:
-        raise BadInput("a GGUF file needs the package gguf: pip install gguf") from None
-    return gguf
 
 
 class Stream:
@@ -278,7 +269,7 @@ def settings(said: dict, tensors: dict, arch: str, path: Path) -> tuple[str, dic
 
 def check_stored(tensors: dict[str, Stored], path: Path):
     """Raises: ModelError for a type that the package cannot read, BadFile for values that are not there."""
-    gguf, size = package(), path.stat().st_size
+    gguf, size = needed("gguf", "gguf", "a GGUF file"), path.stat().st_size
     for name, t in tensors.items():
         try:
             kind = gguf.GGMLQuantizationType(t.kind)
@@ -294,7 +285,7 @@ def check_stored(tensors: dict[str, Stored], path: Path):
 
 def fill(rows: torch.Tensor, t: Stored, path: Path):
     """Read a tensor's values into `rows`, a few at a time: mapped, the whole file would count as memory."""
-    gguf, flat, at = package(), rows.view(-1, rows.shape[-1]), t.offset
+    gguf, flat, at = needed("gguf"), rows.view(-1, rows.shape[-1]), t.offset
     kind = gguf.GGMLQuantizationType(t.kind)
     block, width = gguf.GGML_QUANT_SIZES[kind]
     width *= t.shape[-1] // block

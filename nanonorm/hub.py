@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from nanonorm import families
-from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.errors import BadFile, BadInput, ModelError, needed
 from nanonorm.families import FAMILIES, Piece, architecture_of, misfits, pieces_of, to_ours, to_theirs
 from nanonorm.files import is_gguf, json_object, sync, sync_folder, write_json, writing
 from nanonorm.gguf import read_gguf
@@ -128,10 +128,9 @@ class Stored(NamedTuple):
 
 def tensors_in(folder: Path, prefix: str) -> dict[str, Stored]:
     """Name, with its prefix -> tensor. Buffers that older files carry are left out. Raises: BadFile."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise BadInput("a Hugging Face folder needs safetensors: pip install safetensors") from None
+    needed("safetensors", "safetensors", "a Hugging Face folder")
+    from safetensors import SafetensorError, safe_open
+
     tensors = {}
     for path in shards_of(folder):
         try:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, needed
 from nanonorm.files import atomic_write, json_object, writing
 from nanonorm.typed import Record, why
 
@@ -309,14 +309,11 @@ def start_wandb(cfg, run_id: str):
     if cfg.wandb_mode != "online":
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry would go out all the same
     name = cfg.wandb_run_name or Path(cfg.out_dir).name
+    wandb = needed("wandb", "wandb, or use --wandb_log=False", "wandb_log=True")
     try:
-        import wandb
-
         return wandb.init(
             project=cfg.wandb_project, name=name, config=asdict(cfg), id=run_id, resume="allow",
             mode=cfg.wandb_mode, dir=cfg.out_dir,
         )  # fmt: skip
-    except ImportError:
-        raise BadInput("wandb_log=True needs wandb: pip install wandb, or --wandb_log=False") from None
     except Exception as e:  # no login, no network, a refused project: wandb has many ways to say so
         raise BadInput(f"wandb does not start ({e}); use --wandb_mode=offline or --wandb_log=False") from None

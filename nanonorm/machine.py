@@ -15,7 +15,7 @@ import warnings
 import numpy as np
 import torch
 
-from nanonorm.errors import BadInput, out_of_memory
+from nanonorm.errors import BadInput, needed, out_of_memory
 from nanonorm.files import ROOT
 from nanonorm.kernels import cpu_details
 
@@ -61,8 +61,7 @@ def refuse_to_shard(cfg, device: torch.device):
         raise BadInput("shard=True gathers block by block; use --compile=regional, or --compile=False")
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"shard=True needs a CPU or GPUs, and device={device}; leave it out")
-    if importlib.util.find_spec("safetensors") is None:
-        raise BadInput("shard=True writes its checkpoints with safetensors: pip install safetensors")
+    needed("safetensors", "safetensors", "shard=True, to write its checkpoints,")
 
 
 def refuse_eight_bits(cfg, dtype: torch.dtype, device: torch.device):

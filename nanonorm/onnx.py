@@ -4,7 +4,6 @@ import logging
 import math
 import warnings
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nanonorm import kernels
-from nanonorm.errors import BadInput
+from nanonorm.errors import needed
 
 OPSET = 23  # the first in which RMSNorm and attention are one operator each
 PAST, FROM = "past_key_values.", "logits_from"  # inputs of a graph with a cache
@@ -25,10 +24,7 @@ INLINE = 1_900_000_000  # bytes of weights that still fit in the graph's own fil
 def need_onnx():
     """Raises: BadInput if one of the packages is missing."""
     for name in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            import_module(name)
-        except ImportError:
-            raise BadInput(f"{name} is not installed: pip install -r requirements-export.txt") from None
+        needed(name)
 
 
 class Reworded(TorchFunctionMode):

@@ -6,7 +6,7 @@ quartiles.
 
 import numpy as np
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import needed
 from nanonorm.files import atomic_write
 
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito: everyone tells them apart
@@ -21,10 +21,7 @@ STYLE = {
 def pyplot():
     """matplotlib's pyplot, in the one style of all figures, drawing to files alone. Raises: BadInput if
     matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise BadInput("figures need matplotlib: pip install matplotlib") from None
+    matplotlib = needed("matplotlib", "matplotlib", "a figure")
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

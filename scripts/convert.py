@@ -30,12 +30,12 @@ from data.tokenizer import Tokenizer  # not found? pip install -e .
 from forms import export_files, from_file, proved, types_of
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
-from nanonorm.errors import BadInput, ModelError, exit_on_signals, one_line_errors
+from nanonorm.errors import BadInput, ModelError, exit_on_signals, needed, one_line_errors
 from nanonorm.files import ROOT, json_object, sync_folder, writing
 from nanonorm.knobs import off
 from nanonorm.run import checkpoint_step, open_model
 from sample import tokenizer_of
-from scripts.exports import Job, describe, name_of, needed, prove
+from scripts.exports import Job, describe, name_of, prove
 from scripts.exports.hf import form_for
 from scripts.exports.push import check, push
 from scripts.exports.stock import wants_folding

@@ -263,7 +263,7 @@ def test_no_byte_of_the_header_is_more_than_one_line(sound, tmp_path_factory, at
 def test_without_the_package(sound, tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(sound)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with refuses("a GGUF file needs the package gguf: pip install gguf"):
+    with refuses("a GGUF file needs gguf", "pip install gguf"):
         read_pretrained(tmp_path / "m.gguf")
 
 

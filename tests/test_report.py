@@ -425,7 +425,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "runs/a", "baseline", 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = refused(capsys, "papers", tmp_path / "runs", f"--out={tmp_path / 'out'}", program=REPORT)
-    assert "need matplotlib: pip install" in error
+    assert "a figure needs matplotlib" in error and "pip install matplotlib" in error
 
 
 def test_a_base_is_one_run(tmp_path, capsys):

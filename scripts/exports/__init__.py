@@ -1,7 +1,6 @@
 """What every export shares: what it is given, the proof that it says the same, and its model card."""
 
 import copy
-import importlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ import torch
 
 from forms import FOLD_TOLERANCE
 from model import ModelConfig, Transformer
-from nanonorm.errors import BadInput, ModelError
+from nanonorm.errors import ModelError, needed
 from nanonorm.machine import quiet_torchao
 
 ALLOWED = FOLD_TOLERANCE  # largest error of a logit, of the spread of the logits
@@ -90,15 +89,6 @@ def prove(
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def needed(package: str, install: str = "-r requirements-export.txt"):
-    """The module of an optional package. Raises: BadInput if it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        remedy = f"pip install {install}"
-        raise BadInput(f"this needs {package}, which is not installed: {remedy}") from None
 
 
 def needed_transformers():

@@ -17,7 +17,7 @@ import torch
 from data.gguf import PRE_TOKENIZERS
 from data.tokenizer import SPACE_MARK, SentencePiece
 from model import ModelConfig
-from nanonorm.errors import ModelError
+from nanonorm.errors import ModelError, needed
 from nanonorm.families import pieces_of
 from nanonorm.gguf import (
     FREQUENCIES,
@@ -28,7 +28,7 @@ from nanonorm.gguf import (
     names_of,
     turned_heads,
 )  # fmt: skip
-from scripts.exports import Job, needed, spread
+from scripts.exports import Job, spread
 from scripts.exports.stock import CENTRING, IDLE, plain
 
 NEEDS = ("gguf", "xllamacpp")

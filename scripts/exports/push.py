@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, needed
 from nanonorm.hub import HUB_TIMEOUT_S
-from scripts.exports import needed
 
 
 def check(name: str):

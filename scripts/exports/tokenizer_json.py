@@ -3,8 +3,8 @@
 import json
 
 from data.gguf import added, by_score
-from data.tokenizer import SentencePiece, Tokenizer, tokenizers_package
-from nanonorm.errors import ModelError
+from data.tokenizer import SentencePiece, Tokenizer
+from nanonorm.errors import ModelError, needed
 
 PROBE = "def f(x):\r\n\treturn 'Müller, 東京 😀'   # 3.14\n"
 
@@ -21,7 +21,7 @@ def from_sentencepiece(tokenizer: SentencePiece):
     scores = {i: p.get_score(i) for i in range(len(pieces)) if i not in special and not p.is_byte(i)}
     file = by_score({piece: i for i, piece in enumerate(pieces)}, scores, pieces[p.unk_id()], prefix=False)
     file["added_tokens"] = [added(pieces[i], i, special=True) for i in special]
-    return tokenizers_package().Tokenizer.from_str(json.dumps(file))
+    return needed("tokenizers").Tokenizer.from_str(json.dumps(file))
 
 
 def token_ids(tokenizer: Tokenizer) -> dict:

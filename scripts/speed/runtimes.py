@@ -29,13 +29,12 @@ from model import CoupledBlock, ModelConfig, Transformer
 from nanonorm import kernels
 from nanonorm.cache import KVCache
 from nanonorm.cli import parse_flags
-from nanonorm.errors import one_line_errors
+from nanonorm.errors import needed, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns
 from nanonorm.typed import Count, Whole
-from scripts.exports import needed
 from scripts.speed.tables import in_words, refuse_other_settings
 
 NETWORKS = {  # name -> norm, taper, form
