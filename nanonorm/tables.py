@@ -14,6 +14,16 @@ def markdown(rows: Iterable, head: list[str]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
+def table_of(rows: list[dict], names: list[str], columns: dict[str, tuple[str, str]]) -> str:
+    """What `rows` have under `names`, then under columns: head -> (key of a row, its form). None is "-"."""
+    lines = []
+    for row in rows:
+        numbers = [(row[key], form) for key, form in columns.values()]
+        cells = [row[name] for name in names] + ["-" if v is None else format(v, form) for v, form in numbers]
+        lines.append([str(cell).replace("|", "\\|") for cell in cells])
+    return markdown(lines, [*names, *columns])
+
+
 def report_folder(out: str) -> Path:
     """The folder, made if it is not there. Raises: BadInput."""
     try:

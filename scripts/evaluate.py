@@ -37,7 +37,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.kernels import upcast
 from nanonorm.log import say
 from nanonorm.machine import pick_device
-from nanonorm.tables import markdown
+from nanonorm.tables import table_of
 from nanonorm.typed import Count, Positive
 from scripts.exports.networks import Network, open_network
 from scripts.studies.table4 import CONTEXT, paper_says, row_of
@@ -225,12 +225,7 @@ COLUMNS = {  # head -> (key of a row, its form)
 
 
 def loss_table(rows: list[dict]) -> str:
-    table, columns = [], {head: of for head, of in COLUMNS.items() if of[0] in rows[0]}
-    for row in rows:
-        values = [(row[key], form) for key, form in columns.values()]
-        cells = ["-" if v is None else format(v, form) for v, form in values]
-        table.append([row["model"], row["data"], *cells])
-    return markdown(table, ["model", "data", *columns])
+    return table_of(rows, ["model", "data"], {head: of for head, of in COLUMNS.items() if of[0] in rows[0]})
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import folder_name
 from nanonorm.machine import pick_device
 from nanonorm.plots import COLOURS
-from nanonorm.tables import markdown, write_csv
+from nanonorm.tables import table_of, write_csv
 from nanonorm.typed import Count, Range, Several, Whole
 from scripts.evaluate import Text, batches, checked, open_text, opened
 from scripts.exports.networks import Network
@@ -177,11 +177,6 @@ TOKENS = {
 }
 
 
-def table(rows: list[dict], name: str, columns: dict) -> str:
-    cells = ([row[name], *(format(row[key], form) for key, form in columns.values())] for row in rows)
-    return markdown(([str(cell).replace("|", "\\|") for cell in line] for line in cells), [name, *columns])
-
-
 def draw_spread(figures: Figures, rows: list[dict]) -> str:
     """The networks side by side, a panel a text; returns its markdown."""
     texts, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("data", "model"))
@@ -251,9 +246,9 @@ def report(k: Knobs, network: Network, text: Text, figures: Figures, device, tag
     many = f"{sink.any(0).sum():,} of {ids.size:,} tokens are sinks at some site"
     said = f"{len(ids)} windows of {T} tokens. {many}: r above {k.sink_multiple:g} times the site's median."
     said += f" Not finite, and left out: {n}." if (n := (~finite).sum()) else ""
-    shown = [table(tokens[:SHOWN], "token", TOKENS)] if tokens else []
-    figure = draw(figures, tag, rows, r, sink)
-    return [f"## {network.name}, {text.name}", said, *shown, table(rows, "site", SITES), figure], rows, tokens
+    shown = [table_of(tokens[:SHOWN], ["token"], TOKENS)] if tokens else []
+    shown += [table_of(rows, ["site"], SITES), draw(figures, tag, rows, r, sink)]
+    return [f"## {network.name}, {text.name}", said, *shown], rows, tokens
 
 
 def main(argv: list[str]):
