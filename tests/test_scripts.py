@@ -57,7 +57,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     said = said_by("scripts/speed/peers.py", *how)
     assert "the same logits" in said and ("greedy" in said) == (mode == "decode")
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    names = {"nanonorm", "HF", "HF tuned"} | (set() if mode == "train" else {"folded"})
+    names = {"nanonorm", "HF", "HF tuned"}
     names |= {"HF static cache", "HF tuned static cache"} if mode == "decode" else set()
     assert {r["name"] for r in rows} == {f"{name} float32" for name in names}
     assert all(r["ms"] > 0 and r["ratio_q1"] <= r["ratio"] <= r["ratio_q3"] for r in rows)
@@ -70,8 +70,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
         ("--mode=prefill --block_size=64", "129 tokens do not fit into 64; lower --seq"),
-        ("--mode=prefill --shape=llama --seq=1024", "1025 tokens do not fit into 1024; lower --seq"),
-        ("--who=folded", "nobody in mode=train"),
+        ("--who=nanoGPT", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
     ],
 )
@@ -84,7 +83,6 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
     k = peers.Peers(n_layer=1, n_head=2, vocab_size=50, block_size=16)
     peers.refuse(k)
-    peers.refuse(peers.Peers(mode="prefill", shape=("llama",), seq=600))  # whose context is 1,024
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out

@@ -3,7 +3,6 @@
     python scripts/speed/peers.py                       # a training step of small Llamas, random weights
     python scripts/speed/peers.py --nanogpt=../nanoGPT  # ... and of the model.py of a nanoGPT checkout
     python scripts/speed/peers.py --mode=decode         # a token at a time; or --mode=prefill
-    python scripts/speed/peers.py --mode=prefill --shape=gpt2,llama   # GPT-2 small and Llama 3.2 1B
     python scripts/speed/peers.py --mode=prefill --network=FOLDER     # a trained network's folder
 
 Both read a folder as transformers writes it, of random weights unless one is given. Their logits, and
@@ -13,28 +12,25 @@ a fresh random order each round. All are started anew several times, as a proces
 (results/speed.md has a case). A ratio is the median over all rounds of (this / ours), both of the same round,
 with its quartiles: above 1 it takes longer than ours. "Ours" is of the same type, and compiled if this is.
 
-"folded" is the same network with every norm tapered, at gate 0 and folded, as a run would leave it. "HF" is a
-plain loop around the class of transformers: its own attention ("sdpa"), torch's AdamW as it comes, gradient
-clipping. "HF tuned" is the same with this repository's settings outside the model: `keep_freed_memory`, and
-the compiler's `cpp_wrapper` where generate() has it. Each holds the network by itself, Llama 3.2 1B in 5 GB:
---who leaves some out.
+"HF" is a plain loop around the class of transformers: its own attention ("sdpa"), torch's AdamW as it comes,
+gradient clipping. "HF tuned" is the same with this repository's settings outside the model:
+`keep_freed_memory`, and the compiler's `cpp_wrapper` where generate() has it. Each holds the network by
+itself, one of 1.2 billion parameters in 5 GB: --who leaves some out.
 """
 
 import importlib.util
 import tempfile
-import time
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from begin import begun_from  # not found? pip install -e .
-from bench import agree, hardware, random_model, taper_untrained
-from forms import fold, from_file
+from bench import agree, hardware, random_model  # not found? pip install -e .
+from forms import from_file
 from model import ModelConfig, Transformer
 from nanonorm.cli import check_out, finish, parse_flags
 from nanonorm.errors import BadInput, one_line_errors
@@ -45,12 +41,8 @@ from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
 from nanonorm.typed import Count, Seed
 from scripts.exports import needed_transformers
-from scripts.plan import shape_of
 from scripts.speed.parts import training_step
 from scripts.speed.tables import Shape, in_words
-
-SHAPES = {"gpt2": "gpt2", "llama": "meta-llama/Llama-3.2-1B-Instruct"}  # name -> that in scripts/plan.py
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass
@@ -59,9 +51,8 @@ class Peers(Shape):
 
     mode: Literal["train", "prefill", "decode"] = "train"  # a step; a prompt's last logits; one more token
     n_embd: tuple[Count, ...] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
-    shape: tuple[Literal[*SHAPES], ...] = ()  # instead of Llamas of those widths
     network: str | None = None  # instead of those, a folder of transformers, whose weights stay as they are
-    who: tuple[Literal["nanonorm", "folded", "HF", "HF tuned", "nanoGPT"], ...] | None = None  # None: all
+    who: tuple[Literal["nanonorm", "HF", "HF tuned", "nanoGPT"], ...] | None = None  # None: all
     dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")  # to train by autocast
     compiled: bool = True  # torch.compile as well, ours and theirs (needs a C++ compiler; half a minute each)
     nanogpt: str | None = None  # folder of a nanoGPT checkout, for mode=train
@@ -70,8 +61,6 @@ class Peers(Shape):
     new_tokens: Count = 32  # tokens that one round of decode adds
     iters: Count = 5  # timed rounds, after one to warm up
     processes: Count = 3  # times that everyone is started anew, for so many rounds each
-    # cpu: what the process computed, for a machine that is not idle; with OMP_NUM_THREADS=1
-    clock: Literal["wall", "cpu"] = "wall"
     seed: Seed = 1337  # of weights, tokens and the order in a round
     out: str | None = None  # .json file for the numbers
 
@@ -84,15 +73,6 @@ def write_checkpoint(folder: Path, config: ModelConfig, seed: int):
 
 def ours(folder: Path) -> Transformer:
     return from_file(*open_model(str(folder)))
-
-
-def folded(folder: Path) -> Transformer:
-    """The checkpoint with every norm tapered away."""
-    file, path = open_model(str(folder))
-    c = from_file(file, path).config
-    model = begun_from(file, replace(c, taper="all"), path)
-    taper_untrained(model, random_ids(1, min(64, c.block_size), c.vocab_size, seed=0))
-    return fold(model)
 
 
 def theirs(folder: Path):
@@ -160,18 +140,14 @@ def train_nanogpt(k, folder, dtype, how):
     return plain_step(gpt, lambda x, y: forward(x, y)[1], k, dtype, c.vocab_size, optimizer)
 
 
-def infer_ours(k, folder, dtype, how, load=ours):
-    model = load(folder).to(getattr(torch, dtype)).eval().requires_grad_(False)
+def infer_ours(k, folder, dtype, how):
+    model = ours(folder).to(getattr(torch, dtype)).eval().requires_grad_(False)
     if k.mode == "decode":
         idx = random_ids(k.prompts, 8, model.config.vocab_size, k.seed)
         return lambda: model.generate(idx, k.new_tokens, temperature=0, compile=bool(how))
     idx = random_ids(k.prompts, k.seq, model.config.vocab_size, k.seed)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if how else model
     return torch.inference_mode()(lambda: forward(idx, last_only=True))
-
-
-def infer_folded(k, folder, dtype, how):
-    return infer_ours(k, folder, dtype, how, load=folded)
 
 
 def infer_hf(k, folder, dtype, how):
@@ -202,8 +178,7 @@ def contestants(k: Peers) -> dict[str, tuple]:
         players = {"nanonorm": (train_ours, True), "HF": (train_hf, False), "HF tuned": (train_hf, True)}
         players |= {"nanoGPT": (train_nanogpt, False)} if k.nanogpt else {}
     else:
-        players = {"nanonorm": (infer_ours, True), "folded": (infer_folded, True), "HF": (infer_hf, False),
-                   "HF tuned": (infer_hf, True)}  # fmt: skip
+        players = {"nanonorm": (infer_ours, True), "HF": (infer_hf, False), "HF tuned": (infer_hf, True)}
     if k.mode == "decode":
         hf_hows = ("", "static cache", "compiled static cache")
     found = {}
@@ -231,7 +206,7 @@ def work(k: Peers, name: str, folder: Path):
     release_garbage()
     step()  # which compiles
     yield tensor_peak(step) if k.mode == "train" else None
-    yield from timed_turns(step, CLOCKS[k.clock])
+    yield from timed_turns(step)
 
 
 def compare(k: Peers, folder: Path):
@@ -295,10 +270,6 @@ def print_table(k: Peers, title: str, rows: list[dict]):
     print(f"\n{markdown(cells, heads)}\n", flush=True)
 
 
-def context_of(k: Peers) -> int:
-    return max(k.block_size, 1024) if k.shape else k.block_size
-
-
 def refuse(k: Peers):
     """Refuse what cannot be compared, before minutes are spent. Raises: BadInput."""
     if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
@@ -306,9 +277,9 @@ def refuse(k: Peers):
     if k.network and not (Path(k.network) / "config.json").exists():
         raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
     check_out("out", k.out, ".json")
-    longest, context = max(k.seq + 1, 8 + k.new_tokens), context_of(k)
-    if k.mode != "train" and not k.network and longest > context:
-        raise BadInput(f"{longest} tokens do not fit into {context}; lower --seq or --new_tokens")
+    longest = max(k.seq + 1, 8 + k.new_tokens)
+    if k.mode != "train" and not k.network and longest > k.block_size:
+        raise BadInput(f"{longest} tokens do not fit into {k.block_size}; lower --seq or --new_tokens")
     if not contestants(k):
         raise BadInput(f"--who={','.join(k.who)} is nobody in mode={k.mode}")
 
@@ -318,8 +289,6 @@ def main():
     widths = k.n_embd or ((64, 256) if k.mode == "train" else (64, 512))
     refuse(k)
     networks = {f"n_embd {width}": k.config(width) for width in widths}
-    if k.shape:
-        networks = {name: replace(shape_of(SHAPES[name]), block_size=context_of(k)) for name in k.shape}
     if k.network:
         networks = {Path(k.network).name: None}
     keep_freed_memory()
@@ -328,8 +297,8 @@ def main():
              "decode": f"after {k.prompts} x 8 tokens"}[k.mode]  # fmt: skip
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(f"machine  {machine}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    print(f"measure  {k.mode}, {shape}; {k.processes} processes of each, {k.iters} rounds each, "
-          f"{k.clock} time, {torch.get_num_threads()} threads\n")  # fmt: skip
+    rounds = f"{k.processes} processes of each, {k.iters} rounds each"
+    print(f"measure  {k.mode}, {shape}; {rounds}, {torch.get_num_threads()} threads\n")
     figures = []
     for title, config in networks.items():
         with tempfile.TemporaryDirectory() as temporary:
