@@ -23,10 +23,10 @@ from scripts.speed.parts import training_step
 
 
 def test_parts_prints_its_tables(capsys):
-    flags = ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2", "--what=step,kernels"]
+    flags = ["--n_embd=16", "--block_size=16", "--batch_size=1", "--iters=2", "--what=step,protocols"]
     train(*flags, program="scripts/speed/parts.py")
-    out, rows = capsys.readouterr().out, ("taper, blend", "cbwc", "as it is", "without EagerSwiGLU")
-    assert "n_embd 16 | ms" in out and "| peak, MB |" in out and all(f"\n| {row} | " in out for row in rows)
+    out, rows = capsys.readouterr().out, ("taper, blend", "cbwc", "vanilla again", "All-TaperLN, scale")
+    assert out.count("n_embd 16 | ms") == 2 and all(f"\n| {row} | " in out for row in rows)
 
 
 @pytest.mark.parametrize("phase, gate", [("norm", 1.0), ("blend", 0.5), ("scale", 0.0)])

@@ -3,11 +3,10 @@
     python scripts/speed/parts.py                                          # on this CPU
     python scripts/speed/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 \\
         --vocab_size=10000 --block_size=512
-    python scripts/speed/parts.py --what=kernels                           # each special kernel left out
     python scripts/speed/parts.py --what=protocols --n_embd=128 --batch_size=16 --block_size=128   # GPT-2's
 
 Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its
-quartiles: above 1 the alternative is faster. Peak: the most memory its tensors occupy at once.
+quartiles: above 1 the alternative is faster.
 """
 
 import itertools
@@ -22,7 +21,6 @@ from data.sampling import train_batch
 from model import NORMS, Transformer
 from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
-from nanonorm.kernels import turned_off
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.typed import Count
@@ -34,7 +32,7 @@ from train import Step
 class Parts(Shape):
     """What is timed. The shape of the step is the demo's."""
 
-    what: tuple[Literal["step", "kernels", "protocols"], ...] = ("step",)  # tables to print
+    what: tuple[Literal["step", "protocols"], ...] = ("step",)  # tables to print
     n_embd: tuple[Count, ...] = (64,)  # widths
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
@@ -118,26 +116,6 @@ def protocol_steps(k: Parts, width: int) -> dict:
     }
 
 
-WITHOUT = {  # what nanonorm/kernels.py has -> its functions
-    "EagerSwiGLU": ("swiglu",),
-    "EagerRMSNorm": ("rms_norm", "rms_blend", "rms_norm_and_inverse"),
-    "padded heads": ("attention",),
-    "the loss in chunks": ("cross_entropy",),
-}
-
-
-def kernel_steps(k: Parts, width: int) -> dict:
-    """{name: a whole step of the baseline}, as it is and without each of the special kernels."""
-    baseline = make_step(k, width)
-
-    def run(*names):
-        with turned_off(*names):
-            baseline()
-
-    without = {f"without {what}": partial(run, *names) for what, names in WITHOUT.items()}
-    return {"as it is": baseline, **without}
-
-
 def main():
     k, _ = parse_flags(Parts, __doc__)
     keep_freed_memory()
@@ -146,12 +124,14 @@ def main():
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {k.iters} rounds")
     shape = f"{k.batch_size} x {k.block_size} tokens, n_layer {k.n_layer}, n_head {k.n_head}, {k.dtype}"
     shape += ", compiled" if k.compiled else ""
-    tables = {"step": ("training step", variant_steps), "kernels": ("training step", kernel_steps),
-              "protocols": ("fine-tuning step of GPT-2", protocol_steps)}  # fmt: skip
+    tables = {
+        "step": ("training step", variant_steps),
+        "protocols": ("fine-tuning step of GPT-2", protocol_steps),
+    }
     for d in k.n_embd:
         for what in k.what:
             title, steps_of = tables[what]
-            table(f"{title}, {shape}, n_embd {d}", steps_of(k, d), k.iters, memory=what == "kernels")
+            table(f"{title}, {shape}, n_embd {d}", steps_of(k, d), k.iters)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from model import ModelConfig
 from nanonorm.errors import BadInput
 from nanonorm.files import json_object, write_json
 from nanonorm.tables import markdown
-from nanonorm.timing import ratio, tensor_peak, time_rounds
+from nanonorm.timing import ratio, time_rounds
 from nanonorm.typed import Count
 
 
@@ -54,16 +54,11 @@ def in_words(ratio: tuple[float, float, float], digits: int = 3) -> str:
     return f"{middle}x {low}-{high}"
 
 
-def table(title: str, steps: dict, iters: int, memory: bool = False) -> dict[str, tuple]:
-    """Time steps in this process, in turns, and print a row for each; with `memory` also the most that its
-    tensors hold at once. Returns {name: ratio of the first one's times to its own}."""
+def table(title: str, steps: dict, iters: int):
+    """Time steps in this process, in turns, and print a row for each."""
     resets = {name: (lambda: None, step) for name, step in steps.items()}
     times, first = time_rounds(resets, 1, iters, torch.device("cpu"), random.Random(0)), next(iter(steps))
-    found, rows = {name: ratio(times[first], t) for name, t in times.items()}, []
+    rows = []
     for name, t in times.items():
-        rows.append([name, f"{np.median(t):.1f}", "1" if name == first else in_words(found[name])])
-        if memory:
-            rows[-1].append(f"{tensor_peak(steps[name]) / 1e6:.0f}")
-    heads = [title, "ms", f"{first} / this, quartiles", *(["peak, MB"] if memory else [])]
-    print(f"\n{markdown(rows, heads)}", flush=True)
-    return found
+        rows.append([name, f"{np.median(t):.1f}", "1" if name == first else in_words(ratio(times[first], t))])
+    print(f"\n{markdown(rows, [title, 'ms', f'{first} / this, quartiles'])}", flush=True)
