@@ -142,7 +142,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
-        (["gpu_sweep"], "gpu_sweep wants a GPU, and there is none; --try rehearses it"),
+        (["gpu_speed"], "gpu_speed wants a GPU, and there is none; --try rehearses it"),
     ],
 )
 def test_bad_input_is_one_line(argv, said, command, capsys, monkeypatch):
@@ -377,9 +377,7 @@ WRITTEN = {
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining_1.png"},
     "gpu_first": {"train.txt", "gpt2.txt", "decode.txt", "prefill.txt"},
     "gpu_gpt2": {"check.json", "s.json"},
-    "gpu_gpt2_shape": {"shape.txt"},
     "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
-    "gpu_sweep": {"report.md"},
     "norm_free": {"amplify.md", "course.png", "held_out.md"},
     "smollm2": {"couple.md", "choices", "held_out.md"},
     "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin", "which_learning_rate"},
@@ -415,10 +413,6 @@ def check(name: str, out: Path):
     if name == "gpu_gpt2":
         rows = json.loads((out / "s.json").read_text())["rows"]
         assert len(rows) == 5 * 3  # the network before and four protocols, on three texts
-    if name == "gpu_gpt2_shape":
-        lines = (out / "shape.txt").read_text().splitlines()
-        assert [line.split(":")[0] for line in lines] == ["vanilla", "fakeln", "internal", "all"]
-        assert all("tok/s norm" in line for line in lines) and "scale" in lines[-1]
     if name == "gpt2_small":
         report = (out / "report.md").read_text()
         assert all(f"## Loss on {text}" in report for text in ("stories", "books", "wikitext"))
