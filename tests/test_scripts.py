@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import batch, state_of, tiny
-from running import ROOT, exit_status, refused, said_by, train
+from running import ROOT, exit_status, said_by, train
 
 from config import Config
 from nanonorm.errors import BadInput
@@ -86,11 +86,6 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out
-
-
-def test_the_toy_asks_for_its_folder(capsys):
-    for words in ([], ["--help"]):
-        assert "name the folder to write" in refused(capsys, *words, program="scripts/studies/toy_gpt2.py")
 
 
 def steady(name, gap_s):
