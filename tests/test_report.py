@@ -195,13 +195,6 @@ def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
     assert "| coupled | 2 | 1.725 ± 0.813 |" in table
 
 
-def test_equality_is_shown_to_seven_digits(small):
-    losses = [f"{LOSS[v] + 0.1:.7f}" for v in ("baseline", "layernorm", "cbwc")]
-    differences = [f"{LOSS[v] - LOSS['layernorm']:+.7f}" for v in ("cbwc", "baseline")]
-    rows = table(small[2], "CBWC against")
-    assert list(rows) == ["1", "2", "3"] and rows["1"] == losses + differences
-
-
 def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for name, seed in (("good", 1), ("twice", 1), ("early", 2), ("no-metrics", 3), ("no-export", 4)):
@@ -288,7 +281,7 @@ def test_damaged_logs_and_exports_are_named(tmp_path):
 
 
 def test_sizes_lengths_and_settings_are_never_averaged(undrawn, tmp_path):
-    """Two widths and two lengths are four sections; lambda and the gate a table of settings."""
+    """Two widths and two lengths are four sections; of several lambdas and gates one stands in each."""
     runs = tmp_path / "runs"
     for seed, steps, width in product((1, 2), (400, 800), (64, 128)):
         write_run(runs / f"b{seed}{steps}{width}", "baseline", seed, steps, n_embd=width)
@@ -305,13 +298,6 @@ def test_sizes_lengths_and_settings_are_never_averaged(undrawn, tmp_path):
     aux = LOSS["internal_aux"]
     assert table(sections[0], "Validation loss")["internal_aux"][:2] == ["2", f"{aux + 0.151:.4f} ± 0.0707"]
     assert table(sections[0], "Validation loss")["internal"][0] == "2"
-    lines = [line for line in sections[0].splitlines() if "| 2 | 1, 2 |" in line]
-    assert len(lines) == 2 + 4 and sections[0].count("### gate_start, gate_end, aux_weight, 400 steps") == 1
-    assert f"| internal_aux | 20 | 400 | 10.0 | 2 | 1, 2 | {aux + 0.25:.4f} ± 0.0707 |" in sections[0]
-    gap = np.mean([100 * (LOSS["internal"] + 0.21 + s / 10) / (3 + s / 10) - 100 for s in (1, 2)])
-    loss = f"{LOSS['internal'] + 0.36:.4f} ± 0.0707"
-    assert f"| internal | 10 | 200 | - | 2 | 1, 2 | {loss} | {gap:+.2f} " in sections[0]
-    assert not any("1, 2 |" in section for section in sections[1:])
     points = points_of(tmp_path / "out")
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
     assert {p["figure"] for p in points} == set(figures_of(text))

@@ -7,7 +7,7 @@ Each PATH is a run folder or a folder of runs. A run that cannot be used (no met
 unfinished, of another version, not finite, a second copy) is named in the report with the reason, and is left
 out of every number. Runs that differ in anything but the variant and the seed are never averaged: sizes,
 lengths, corpora, devices and versions of torch get a section each; of the settings that a variant was run
-with, one stands in the tables and figures, and all in a table of their own. --tuned=init,learning_rate names
+with, one stands in the tables and figures, and `report.py gaps` has all. --tuned=init,learning_rate names
 knobs in which the variants of one table may differ: of several values the one with the lowest val/loss
 counts. Writes report.md, the figures, runs.csv and curves.csv. Needs matplotlib.
 """
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from config import Config
-from model import NORMS
 from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.stats import interval, relative, spread
@@ -41,7 +40,6 @@ from scripts.studies.runs import (
 )
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
-OTHERS = ("baseline", *(norm for norm in NORMS if norm in PAPER_ROWS))
 # a knob that it does not read is one of some variants alone
 BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 
@@ -65,7 +63,8 @@ FIGURES = {  # title -> (name, panels)
 
 OF_GAPS = """mean ± sample standard deviation over n seeds. A pair is two runs of the same seed, which see \
 the same batches; gaps have the 95% interval of their mean by Student's t. baseline_aux is the baseline with \
-the anchor.
+the anchor. Of a variant that was run with several settings one stands here: `python scripts/report.py gaps` \
+of the same folders has all.
 The paper's gap: arXiv 2602.10408, first version, the range over its sizes, after 500,000 to 1,000,000 \
 steps; alike in kind."""
 OF_FIGURES = """A thin line or a dot is one run, a thick line the mean over seeds. Over the steps it is a \
@@ -135,35 +134,6 @@ def table(columns: dict, rows: Rows, variants) -> str:
     return markdown(cells, ["variant", *columns])
 
 
-def equality_table(rows: Rows) -> str:
-    """A row a seed: val/loss of RMSNorm, LayerNorm and CBWC, and their differences."""
-    rms, layer, cbwc = (by_seed(rows[v]) for v in ("baseline", "layernorm", "cbwc"))
-    cells = []
-    for seed in sorted({*rms, *layer, *cbwc}):
-        of = [found.get(seed, np.nan) for found in (rms, layer, cbwc)]
-        numbers = [*(f"{loss:.7f}" for loss in of), f"{of[2] - of[1]:+.7f}", f"{of[0] - of[1]:+.7f}"]
-        cells.append([seed, *("-" if number.endswith("nan") else number for number in numbers)])
-    head = ["seed", "RMSNorm (baseline)", "LayerNorm", "CBWC + RMSNorm"]
-    return markdown(cells, [*head, "CBWC - LayerNorm", "RMSNorm - LayerNorm"])
-
-
-def settings_table(runs: list[FinishedRun], options: list[str], base: list[FinishedRun]) -> list[str]:
-    """A row a setting of every variant that was run with several; nothing if there is none."""
-    variants = dict.fromkeys(run.variant for run in runs)
-    of_variant = {v: [run for run in runs if run.variant == v] for v in variants}
-    knobs = [k for k in options if any(k in varying(mine) for mine in of_variant.values())]
-    cells = []
-    for variant, mine in of_variant.items():
-        settings = split(mine, knobs)
-        for same in settings.values() if len(settings) > 1 else ():
-            values = [same[0].settings[k] if k in same[0].point else "-" for k in knobs]
-            cells.append([variant, *values, len(same), seeds_text(same), losses(same), gap_text(same, base)])
-    if not cells:
-        return []
-    title = f"### {', '.join(knobs)}, {runs[0].settings['max_iters']:,} steps"
-    return [title, markdown(cells, ["variant", *knobs, "n", "seeds", "val/loss", GAP])]
-
-
 def seeds_text(runs: list[FinishedRun]) -> str:
     return ", ".join(map(str, sorted({run.seed for run in runs})))
 
@@ -219,7 +189,6 @@ def draw_calibration(figures: Figures, name: str, variant: str, runs: list[Finis
 def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], options: list[str], k: Knobs):
     """All about runs that differ in variant, seed, what some variants alone read, and what is tuned."""
     rows, steps = main_rows(runs, options, k.tuned), runs[0].settings["max_iters"]
-    others = any(rows[v] for v in OTHERS[1:])
     text = [f"## {title}"]
     if k.tuned:
         how = "was chosen by the very losses that the table gives, where several were tried"
@@ -236,10 +205,7 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
         text.append("### Calibration")
         text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
     text.append("### The residual stream (CoupledNorm's Figure 3)")
-    text += residual_study(rows, k.tokens)
-    if others:
-        text += ["### CBWC against LayerNorm and RMSNorm, val/loss by seed", equality_table(rows)]
-    return text + settings_table(runs, options, rows["baseline"])
+    return text + residual_study(rows, k.tokens)
 
 
 def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str]) -> str:
