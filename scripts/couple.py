@@ -77,10 +77,11 @@ class Couple:
 def measure(model: Transformer, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the stream's mean r before attention and before the MLP of each block, (2, n_layer, 2): at the first
     position of a window, and over all later ones; {"layer", "floor": the (alpha, floor) of each block, (2,
-    n_layer)}), in float64. batches: ids (B, T)."""
+    n_layer); "ratio": the same, alpha as the mean of r(h)/r(x)}), in float64. batches: ids (B, T)."""
     n_layer, norm = model.config.n_layer, RMSNorm(model.config.n_embd, model.config.norm_eps)
     sums, tokens = torch.zeros(2, n_layer, 2, dtype=torch.float64), torch.zeros(2, 1, 1)
     products = torch.zeros(n_layer, 3, 3, dtype=torch.float64)  # of the terms of a r(x)^2 + b = r(h)^2
+    ratios = torch.zeros(n_layer, dtype=torch.float64)  # sums of r(h)/r(x)
 
     def see(i, *stream):
         r = torch.stack([norm.inverse(h).reciprocal().double()[..., 0] for h in stream])  # (2, B, T)
@@ -88,13 +89,16 @@ def measure(model: Transformer, batches) -> tuple[torch.Tensor, dict[str, torch.
         x, h = r[..., 1:].square().flatten(1)
         terms = torch.stack((x / h, 1 / h, torch.ones_like(h)))
         products[i] += (terms @ terms.T).cpu()
+        ratios[i] += (h / x).sqrt().sum().cpu()
 
     with watched(model, see):
         for idx in batches:
             model(idx, last_only=True)
             tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
     ways = {"layer": False, "floor": True}
-    return sums / tokens, {way: torch.stack([fit(p, of) for p in products], 1) for way, of in ways.items()}
+    own = {way: torch.stack([fit(p, of) for p in products], 1) for way, of in ways.items()}
+    own["ratio"] = torch.stack((ratios / tokens[1, 0], torch.zeros_like(ratios)))
+    return sums / tokens, own
 
 
 def fit(products, floor: bool) -> torch.Tensor:
@@ -198,7 +202,7 @@ def as_json(rms, own, found: dict[tuple, tuple[torch.Tensor, Divergence]], choic
     for (kept, alpha), ((alphas, floors), d) in found.items():
         of_choice = {"kept": kept, "alpha": alpha, "alphas": alphas.tolist(), "floors": floors.tolist()}
         choices.append(of_choice | {"original": d.before, "cross_entropy": d.after, "kl": d.kl})
-    of_blocks = {way: numbers.tolist() for way, numbers in own.items()}
+    of_blocks = {way: own[way].tolist() for way in ("layer", "floor")}
     return {"rms": rms.tolist(), "own": of_blocks, "written": choice, "choices": choices}
 
 

@@ -38,7 +38,8 @@ def base(corpus, tmp_path_factory):
 @every_family
 @torch.no_grad()
 def test_alpha_and_floor_are_the_least_squares(family):
-    """As lstsq has them, the first position left out; batches of different sizes. And the means of r."""
+    """As lstsq has them, the first position left out; batches of different sizes. And the means of r and of
+    r(h)/r(x)."""
     model, batches = teacher_of(family), [tokens(3, 16), tokens(1, 16, seed=1), tokens(2, 7, seed=2)]
     later, firsts = ([[] for _ in model.blocks] for _ in range(2))
     for idx in batches:
@@ -59,6 +60,7 @@ def test_alpha_and_floor_are_the_least_squares(family):
         floors += fits.item()
         assert own["layer"][:, i].tolist() == pytest.approx(scaled, rel=1e-8)
         assert own["floor"][:, i].tolist() == pytest.approx(expected if fits else scaled, rel=1e-6)
+        assert own["ratio"][:, i].tolist() == pytest.approx(((h / x).sqrt().mean().item(), 0.0), rel=1e-9)
         for position, r in enumerate((firsts, later)):
             torch.testing.assert_close(found[position, i], torch.cat(r[i], 1).mean(1), rtol=1e-12, atol=0)
     assert floors  # else the second fit was never looked at
@@ -257,20 +259,10 @@ def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     assert "(choices.png)" in (out / "choices.md").read_text() and (out / "choices.png").exists()
     file, path = open_model(base)
     network, idx = untapered(file, path, block_size=32), tokens(4, 32, vocab=400)
-    of_ratio, own = alphas.measured(network, [idx])
-    fitted = alphas.statistic_numbers(of_ratio, own, "least squares, each", keep=1)
+    _, own = measure(network, [idx])
+    fitted = alphas.statistic_numbers(own, "least squares, each", keep=1)
     start = fitted * torch.tensor([1.5, 0.5])  # wrong either way; further down the first has a plateau
     how = alphas.Knobs(steps=20, rate=0.1)
     found = alphas.kl_numbers(file, path, network, start, "each", [idx] * 20, how)
     far, near = (divergence(network, coupled(file, path, 1, n), [(idx, idx)]).kl for n in (start, found))
     assert near < far / 4 and not found[1].any()
-
-
-@torch.no_grad()
-def test_the_mean_ratio_leaves_the_first_position_out():
-    model, idx = teacher_of(), tokens(3, 16)
-    found, _ = alphas.measured(model, [idx[:2], idx[2:]])
-    x = model.tok_emb(idx)
-    block = model.blocks[0]
-    h = x + block.attn.proj(block.attn(block.norm_attn(x), model.rope[:, :16]))
-    assert found[0].item() == pytest.approx((rms(h, 1e-6) / rms(x, 1e-6))[:, 1:].mean().item(), rel=1e-9)

@@ -22,7 +22,6 @@ from begin import untapered  # not found? pip install -e .
 from data import corpus_folder, open_corpus
 from data.sampling import spread_starts, windows
 from forms import config_of
-from model import RMSNorm
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.log import say
@@ -32,7 +31,6 @@ from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Whole
 from scripts.couple import compare, coupled, measure
 from scripts.studies.figures import Figures
-from scripts.studies.residual import watched
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
 KL = ("KL, one", "KL, each", "KL, floor")
@@ -56,26 +54,11 @@ class Knobs:
     rate: Positive = 0.02  # of the first step; down to 0 by a cosine
 
 
-def measured(model, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the mean of r(h)/r(x) of each block over all positions but the first, (n_layer); what couple.measure()
-    fits), in float64."""
-    norm = RMSNorm(model.config.n_embd, model.config.norm_eps)
-    sums = torch.zeros(2, model.config.n_layer, dtype=torch.float64)
-
-    def see(i, x, h):
-        ratio = (norm.inverse(x) / norm.inverse(h))[:, 1:].double()
-        sums[:, i] += torch.stack((ratio.sum(), torch.ones_like(ratio).sum()))
-
-    with watched(model, see):
-        _, own = measure(model, batches)
-    return sums[0] / sums[1], own
-
-
-def statistic_numbers(of_ratio, own: dict, way: str, keep: int) -> torch.Tensor:
-    """(alpha, floor) of every coupled block, (2, L - keep)."""
+def statistic_numbers(own: dict, way: str, keep: int) -> torch.Tensor:
+    """(alpha, floor) of every coupled block, (2, L - keep). own: of all blocks, as measure() has it."""
     fit, _, shared = way.partition(", ")
-    without = torch.stack((of_ratio, torch.zeros_like(of_ratio))) if fit == "ratio" else own["layer"]
-    numbers = (own["floor"] if shared == "floor" else without)[:, keep:].clone()
+    without = "ratio" if fit == "ratio" else "layer"
+    numbers = own["floor" if shared == "floor" else without][:, keep:].clone()
     if shared == "one":
         numbers[0] = numbers[0].mean()
     return numbers
@@ -165,9 +148,9 @@ def main():
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)
     batches = [windows(train, starts[i : i + 8], k.window, "cpu")[0] for i in range(0, len(starts), 8)]
-    of_ratio, own = measured(network, batches)
+    _, own = measure(network, batches)
     kept = sorted({*k.kept, *k.kl_kept})
-    choices = {(n, way): statistic_numbers(of_ratio, own, way, n) for n in kept for way in STATISTIC}
+    choices = {(n, way): statistic_numbers(own, way, n) for n in kept for way in STATISTIC}
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).split(k.batch)
     fresh = [windows(train, starts[part.numpy()], k.window, "cpu")[0] for part in order[: k.steps]]
     if len(fresh) < k.steps:
