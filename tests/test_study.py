@@ -375,9 +375,8 @@ WRITTEN = {
     "folding": {"what_does_folding_gain"},
     "gpt2_small": {"evaluation.json", "before", "report.md"},
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining_1.png"},
-    "gpu_first": {"train.txt", "gpt2.txt", "decode.txt", "prefill.txt"},
     "gpu_gpt2": {"check.json", "s.json"},
-    "gpu_speed": {"prefill.txt", "decode.txt", "train.txt"},
+    "gpu_speed": {"ways.txt", "gpt2.txt", "prefill.txt", "decode.txt", "train.txt"},
     "norm_free": {"amplify.md", "course.png", "held_out.md"},
     "smollm2": {"couple.md", "choices", "held_out.md"},
     "tinystories_small": {"does_removal_cost", "when_should_the_taper_begin", "which_learning_rate"},
@@ -424,7 +423,7 @@ def check(name: str, out: Path):
         said = (out / "report.md").read_text()
         rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
         assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
-    if name == "gpu_first":
-        lines = (out / "train.txt").read_text().splitlines()
+    if name == "gpu_speed":
+        lines = (out / "ways.txt").read_text().splitlines()
         assert [line.split(":")[0] for line in lines] == ["eager", "graph"] and "tok/s norm" in lines[1]
         assert all("all_folded" in (out / f"{mode}.txt").read_text() for mode in ("decode", "prefill"))
