@@ -461,6 +461,7 @@ def test_a_stock_class_of_16_bits(shape, dtype, eps, off, saved, tmp_path):
         ("qwen3", "all", {"taper_qk": False}, "train with taper_qk=True"),
         ("ours", "all", {"norm": "layernorm"}, "train with norm_bias=False"),
         ("ours", "all", {"mlp": "gelu"}, "no stock class of transformers holds this model"),
+        ("llama", "all", {"sink_token": 3}, "no place for the keys and values of sink_token=3; use --to=hf"),
     ],
 )
 def test_what_a_stock_class_cannot_hold_is_refused(shape, change, knobs, words, refusal):

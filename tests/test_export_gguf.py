@@ -82,6 +82,7 @@ def test_a_half_precision_network_goes_in_as_float32(tokenizer, tmp_path):
         ("layernorm-all", {**GPT2, "mlp": "gelu_erf"}, "mlp=gelu_erf"),
         ("rmsnorm-all-aux", {**NETWORKS["qwen 3"][1], "rope_scaling": (8.0, 1.0, 4.0, 32.0)}, "rope_scaling"),
         ("rmsnorm-all-aux", {"block_size": 1}, "no context of one token"),
+        ("rmsnorm-all-aux", {"sink_token": 3}, "keys and values of sink_token=3; use --to=hf or --to=onnx"),
     ],
 )
 def test_what_llama_cpp_cannot_hold_is_refused(variant, knobs, why, tokenizer, tmp_path):

@@ -403,6 +403,7 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path):
         ("layernorm", {**LEARNED, "n_kv_head": 2}, "n_kv_head=2"),
         ("layernorm", {**LEARNED, "head_dim": 4}, "head_dim=4"),
         ("layernorm", {**LEARNED, "n_head": 5, "head_dim": 4}, "n_embd=24"),
+        ("rmsnorm", {"sink_token": 3}, "sink_token=3"),
     ],
 )
 def test_what_no_stock_class_holds(variant, more, said, tmp_path):
