@@ -100,16 +100,6 @@ def test_a_taper_is_its_formula_values_and_gradients(how, kind, gates, seed, cen
         assert (a - b).abs().max() <= EXACT * (1 + b.abs().max())
 
 
-@every_tapered
-def test_evaluation_of_a_model_is_at_gate_zero(variant):
-    model, idx = tiny(variant, phase="blend"), tokens(2, 16)
-    open_ = model(idx)
-    closed = model.eval()(idx)
-    model.train().gate.zero_()
-    assert scale_of_difference(model(idx), closed) <= EXACT
-    assert scale_of_difference(open_, closed) > 1e-2
-
-
 # --- calibration
 
 
