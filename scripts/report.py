@@ -3,8 +3,7 @@
     python scripts/report.py papers out/small --out=results/small          # the papers' tables and figures
     python scripts/report.py gaps out/small --by=max_iters --out=results/small   # what each setting costs
     python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=out/gpt2_report
-    python scripts/report.py couple out/coupled_posthoc --base=out/llama_tiny --out=out/coupled_report
-    python scripts/report.py held_out out/smollm2/held_out.json --out=results/smollm2
+    python scripts/report.py held_out out/smollm2/held_out.json --pairs=dora_through-lora_through
     python scripts/report.py picture out/demo --bench=out/demo/bench.json --out=results/demo.png
     python scripts/report.py course out/demo --out=out/panels.png
     python scripts/report.py widths out/folding/*.json --out=results/what_does_folding_gain
@@ -18,11 +17,11 @@ import sys
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, one_line_errors
-from scripts.studies import couple, course, gaps, gpt2, held_out, papers, picture, widths
+from scripts.studies import course, gaps, gpt2, held_out, papers, picture, widths
 
 REPORTS = {
-    "papers": papers, "gaps": gaps, "gpt2": gpt2, "couple": couple, "held_out": held_out, "picture": picture,
-    "widths": widths, "course": course,
+    "papers": papers, "gaps": gaps, "gpt2": gpt2, "held_out": held_out, "picture": picture, "widths": widths,
+    "course": course,
 }  # fmt: skip
 
 

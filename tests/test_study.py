@@ -371,7 +371,7 @@ def test_a_run_that_fails_keeps_no_next_step_from_its_work(bad, ends, toy, tmp_p
 # --- rehearsals: the whole of each study, at toy size
 
 WRITTEN = {
-    "coupled_posthoc": {"report.md", "curves.csv", "rms.png", "distilled.png"},
+    "coupled_posthoc": {"start", "distilled.csv", "distilled.png", "held_out.md"},
     "folding": {"what_does_folding_gain"},
     "gpt2_small": {"evaluation.json", "before", "report.md"},
     "gpu_couple": {"decode.txt", "decode_llama.json", "toy", "pretraining_1.png"},
@@ -420,9 +420,11 @@ def check(name: str, out: Path):
         lines = (out / "pretraining_1.csv").read_text().splitlines()[1:]
         assert {line.split(",")[0] for line in lines} == {"gpt2_124m_rmsnorm_1", "gpt2_124m_coupled_1"}
     if name == "coupled_posthoc":
-        said = (out / "report.md").read_text()
+        said = (out / "held_out.md").read_text()
         rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
         assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
+        assert "none_0_through less none_0_stopped" in rows and "| layer_2 | 1 |" in said
+        assert all("| layer |" in path.read_text() for path in (out / "start").glob("*.md"))
     if name == "gpu_speed":
         lines = (out / "ways.txt").read_text().splitlines()
         assert [line.split(":")[0] for line in lines] == ["eager", "graph"] and "tok/s norm" in lines[1]

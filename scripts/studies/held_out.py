@@ -1,21 +1,27 @@
-"""Distilled networks on held-out texts: mean and standard deviation over seeds of what evaluate.py measured.
+"""Networks on held-out texts: mean and standard deviation over seeds of what evaluate.py measured.
 
     python scripts/evaluate.py TEACHER START OUT/*/seed*/folded.pt --data=... --kl=True --out=held_out.json
-    python scripts/report.py held_out held_out.json --out=results/smollm2
+    python scripts/report.py held_out held_out.json --pairs=lora-dora,lora-full --out=results/smollm2
 
 The first network is the one that gaps and KL are to. Those in NAME/seed1/, NAME/seed2/ are one row, NAME,
-if their files are called alike; where that name is another's too, a row has its path.
-Writes held_out.md.
+if their files are called alike; where that name is another's too, a row has its path. --pairs=A-B,... gives
+row A less row B, by pairs of a seed, with the 95% interval of the mean. Writes held_out.md.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 from nanonorm.errors import BadInput
-from nanonorm.stats import spread
+from nanonorm.log import say
+from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown, report_folder, write_markdown
 from scripts.studies.runs import read_json
+
+SEED = r"/seed(\d+)(?=/|$)"  # in a network's path
+# what pairs are compared in -> its key in a row of evaluate.py
+MEASURES = {"Cross-entropy": "ce", "The 99.9% percentile": "p99.9", "KL to the first network": "kl"}
 
 
 @dataclass
@@ -23,6 +29,7 @@ class Knobs:
     """What is reported."""
 
     out: str = "results/smollm2"  # folder to write
+    pairs: tuple[str, ...] = ()  # A-B: two rows, of which B's values are taken from A's of the same seed
 
 
 def name_of(model: str) -> str:
@@ -34,42 +41,75 @@ def name_of(model: str) -> str:
 
 def names_of(models: list[str]) -> dict[str, str]:
     """{model: its row}: NAME, and where others than its seeds are NAME as well, the path but for the seed."""
-    paths = {model: re.sub(r"/seed\d+(?=/|$)", "", model) for model in models}
+    paths = {model: re.sub(SEED, "", model) for model in models}
     alike = {name: {paths[m] for m in models if name_of(m) == name} for name in map(name_of, models)}
     return {m: name_of(m) if len(alike[name_of(m)]) == 1 else paths[m] for m in models}
 
 
-def table(rows: list[dict], names: dict[str, str], key: str, sign: str = "", digits: int = 4) -> str:
-    """A row a network, by its name, a column a text, in the cells a value of the rows of evaluate.py."""
-    found = {}  # name -> text -> values by seed
+def by_seed(rows: list[dict], names: dict[str, str], key: str) -> dict[str, dict[str, dict]]:
+    """{network: {text: {seed: value}}} of the rows of evaluate.py, without the values that are None."""
+    found = {}
     for row in rows:
-        values = found.setdefault(names[row["model"]], {}).setdefault(row["data"], [])
-        values += [] if row[key] is None else [row[key]]
-    texts = next(iter(found.values()))
-    cells = {name: [spread(values, digits, sign) for values in of.values()] for name, of in found.items()}
-    lines = [[name, max(map(len, found[name].values())), *line] for name, line in cells.items()]
-    return markdown(lines, ["network", "n", *(Path(text).name for text in texts)])
+        values = found.setdefault(names[row["model"]], {}).setdefault(row["data"], {})
+        if row.get(key) is not None:
+            values[tuple(re.findall(SEED, row["model"]))] = row[key]
+    return found
+
+
+def table(found: dict[str, dict[str, dict]], sign: str = "", digits: int = 4) -> str:
+    """A row a network, by its name, a column a text. found: what by_seed gives."""
+    lines = []
+    for name, of_texts in found.items():
+        cells = [spread(list(values.values()), digits, sign) for values in of_texts.values()]
+        lines.append([name, max(map(len, of_texts.values())), *cells])
+    return markdown(lines, ["network", "n", *(Path(text).name for text in of_texts)])
+
+
+def pairs_of(asked: tuple[str, ...], names: list[str]) -> list[tuple[str, str]]:
+    """The two rows of each A-B; a name may have a dash itself. A pair that is not there, as where a
+    study left runs out, is said and left out."""
+    known = {f"{a}-{b}": (a, b) for a, b in permutations(names, 2)}
+    for pair in asked:
+        if pair not in known:
+            say(f"--pairs={pair} is left out: no two rows have these names; there are {', '.join(names)}")
+    return [known[pair] for pair in asked if pair in known]
+
+
+def pair_table(found: dict[str, dict[str, dict]], pairs: list[tuple[str, str]]) -> str:
+    """A row a pair, a column a text: the first less the second, over the seeds that both have."""
+    lines, texts = [], next(iter(found.values()))
+    for a, b in pairs:
+        cells = [interval(differences(found[a][text], found[b][text]).values()) for text in texts]
+        lines.append([f"{a} less {b}", max(cell.n for cell in cells), *cells])
+    return markdown(lines, ["pair", "n", *(Path(text).name for text in texts)])
 
 
 def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
-    found = read_json(Path(words[0]), "scripts/evaluate.py --kl=True")
-    if "kl" not in (found.get("rows") or [{}])[0]:
-        raise BadInput(f"{words[0]} has no losses; name what scripts/evaluate.py --kl=True --out= writes")
-    first, names = found["rows"][0]["model"], names_of([row["model"] for row in found["rows"]])
-    teacher, others = ([r for r in found["rows"] if (r["model"] == first) == of] for of in (True, False))
-    if all(row["kl"] is None for row in others):
-        raise BadInput(f"{words[0]} has no KL; evaluate two networks or more, with --kl=True")
-    size, text = f"{teacher[0]['targets']:,} tokens", Path(teacher[0]["data"]).name
-    how = f"Nats a token, over {size} of {text} and alike, in windows of {teacher[0]['block_size']}; ± is a "
+    found = read_json(Path(words[0]), "scripts/evaluate.py")
+    rows = found.get("rows") or [{}]
+    if "ce" not in rows[0]:
+        raise BadInput(f"{words[0]} has no losses; name what scripts/evaluate.py --out= writes")
+    names = names_of([row["model"] for row in rows])
+    first, others = rows[0], [row for row in rows if row["model"] != rows[0]["model"]]
+    if not others:
+        raise BadInput(f"{words[0]} has no other network to compare the first with; evaluate two or more")
+    size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
+    how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "
     how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
-    text = ["# Distilled, on held-out texts", command, how]
-    text += ["Cross-entropy of the first network, the teacher", table(teacher, names, "ce")]
-    text += ["Cross-entropy above the teacher's", table(others, names, "gap", "+")]
-    text += ["KL to the teacher", table(others, names, "kl")]
+    losses = by_seed(rows, names, "ce")
+    text = ["# Networks on held-out texts", command, how, "Cross-entropy", table(losses)]
+    text += ["Cross-entropy above the first network's", table(by_seed(others, names, "gap"), "+")]
+    if any(row.get("kl") is not None for row in others):
+        text += ["KL to the first network", table(by_seed(others, names, "kl"))]
     if any("not_finite" in row for row in others):
         head = "Windows in which a loss is not finite, left out above"
-        text += [head, table(others, names, "not_finite", digits=1)]
+        text += [head, table(by_seed(others, names, "not_finite"), digits=1)]
+    pairs = pairs_of(k.pairs, list(losses))
+    for title, key in MEASURES.items() if pairs else ():
+        if any(row.get(key) is not None for row in others):
+            how = "by pairs of a seed: the mean and half of its 95% interval by Student's t"
+            text += [f"{title}, {how}", pair_table(by_seed(rows, names, key), pairs)]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)
