@@ -419,7 +419,6 @@ def test_a_base_is_one_run(tmp_path, capsys):
     for seed in (1, 2):
         write_run(runs / f"vanilla/seed{seed}", "baseline", seed)
     out.mkdir()
-    (out / "evaluation.json").write_text("{}")
     for base, count in ((out, 0), (runs / "vanilla", 2)):
         said = refused(capsys, "gpt2", runs, f"--base={base}", f"--out={out}", program=REPORT)
         assert f"--base={base} holds {count} runs; name the folder of one" in said

@@ -1,11 +1,11 @@
-"""How GPT-2 takes the loss of its LayerNorms: tables and figures of fine-tunings by protocol and seed.
+"""How GPT-2 takes the loss of its LayerNorms: its course in fine-tunings by protocol and seed.
 
     python scripts/report.py gpt2 out/gpt2_small --base=out/gpt2_tiny --out=out/gpt2_report
 
 The folder holds a folder a protocol, vanilla and some of fakeln, internal and all, each with a run folder a
-seed; --out holds what scripts/evaluate.py made of these runs, evaluation.json, and in before/ what
-scripts/stream.py made of the network before. Runs of the same seed see the same windows and the same dropout
-masks, so a gap is taken by pairs. Writes report.md, the figures and curves.csv into --out. Needs matplotlib.
+seed; --out holds in before/ what scripts/stream.py made of the network before. Runs of the same seed see the
+same windows and the same dropout masks, so a gap is taken by pairs. Writes report.md, the figures and
+curves.csv into --out; what the networks lose on held-out texts is in report.py held_out. Needs matplotlib.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,14 @@ import numpy as np
 from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
-from nanonorm.stats import differences, interval, spread
+from nanonorm.stats import spread
 from nanonorm.tables import markdown
 from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.residual import residual_study
-from scripts.studies.runs import FinishedRun, about, load_all, load_base, read_json
+from scripts.studies.runs import FinishedRun, about, load_all, load_base
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
-WITH_FIRST = "internal_with_first"  # position 0 in c as well: in the tables alone
-SITE = ("vanilla_site", "internal_site", "internal_alone", "internal_site_alone")  # site: with a site loss
-TABLED = (*PROTOCOLS, WITH_FIRST, *SITE)
-AGAINST = (
-    ("internal", "fakeln"), ("all", "internal"), ("all", "fakeln"), (WITH_FIRST, "internal"),
-    *(("internal_site", name) for name in ("vanilla_site", "internal")),
-    *(("internal_site_alone", name) for name in ("vanilla_site", "internal")),
-)  # fmt: skip
 SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before
 NEAR = 5  # steps that are averaged on either side of an event
 PANELS = [
@@ -49,12 +41,12 @@ class Knobs:
     """What is reported."""
 
     base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
-    out: str = "results/does_taper_beat_fakeln"  # folder: evaluation.json, before/, what is written
+    out: str = "results/does_taper_beat_fakeln"  # folder of before/, and of what is written
     tokens: Count = 16_384  # of validation text, for the residual stream's RMS
 
 
-def refuse_what_cannot_be_compared(runs: Runs, losses: dict[str, dict]):
-    """Raises: BadInput if runs lack a step of the log, or a partner, or were not all evaluated."""
+def refuse_what_cannot_be_compared(runs: Runs):
+    """Raises: BadInput if runs lack a step of the log, or a partner."""
     seeds = {name: [run.seed for run in found] for name, found in runs.items()}
     for name, found in runs.items():
         if seeds[name] != seeds["vanilla"]:
@@ -69,55 +61,6 @@ def refuse_what_cannot_be_compared(runs: Runs, losses: dict[str, dict]):
             if name == "fakeln" and run.settings["gate_schedule"] != "sequential":
                 schedule = run.settings["gate_schedule"]
                 raise BadInput(f"{run.folder} has gate_schedule={schedule}; in fakeln/ it must be sequential")
-    if not losses:
-        raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
-    wanted = {("before", "")} | {(name, run.folder.name) for name, found in runs.items() for run in found}
-    for text, rows in losses.items():
-        if rows.keys() != wanted:
-            differ = ", ".join("/".join(key).rstrip("/") for key in sorted(rows.keys() ^ wanted))
-            raise BadInput(f"the losses on {text} are not those of these runs: {differ}; evaluate them again")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# losses on held-out text
-
-
-def losses(evaluated: dict) -> dict[str, dict[tuple, dict]]:
-    """{text: {(protocol, seed): its row}} of what evaluate.py wrote; the network before is ("before", "")."""
-    found = {}
-    for row in evaluated.get("rows", []):
-        if "ce" not in row:
-            raise BadInput("evaluation.json holds no losses; scripts/evaluate.py writes them")
-        path = Path(row["model"])
-        key = (path.parent.name, path.name) if path.parent.name in TABLED else ("before", "")
-        of_text = found.setdefault(Path(row["data"]).name.removeprefix("held_out_"), {})
-        if key in of_text:
-            names = f"{of_text[key]['model']} and {row['model']}"
-            raise BadInput(f"{names} have one place in evaluation.json; protocols are {', '.join(TABLED)}")
-        of_text[key] = row
-    return found
-
-
-def text_table(rows: dict[tuple, dict]) -> list[str]:
-    """Of one text: the loss of each protocol and its gap to vanilla, then protocol against protocol."""
-
-    def by_seed(name: str, key: str) -> dict[str, float]:
-        return {seed: row[key] for (protocol, seed), row in rows.items() if protocol == name}
-
-    def less(a: str, b: str, key: str = "ce") -> str:
-        return str(interval(differences(by_seed(a, key), by_seed(b, key)).values()))
-
-    there, table = {protocol for protocol, _ in rows}, []
-    for name in ("before", *(name for name in TABLED if name in there)):
-        columns = [spread(list(by_seed(name, key).values())) for key in ("ce", "ce_no_end", "median")]
-        tail = spread(list(by_seed(name, "p99.9").values()), 2)
-        gap = "-" if name in ("before", "vanilla") else less(name, "vanilla")
-        table.append([name, len(by_seed(name, "ce")), *columns, tail, gap])
-    said = [f"{a} less {b}: {less(a, b)}" for a, b in AGAINST if {a, b} <= there]
-    far = [f"{name} {less(name, 'vanilla', 'p99.9')}" for name in PROTOCOLS[1:] if name in there]
-    head = ["", "n", "mean", "without end of text", "median", "99.9%", "gap to vanilla"]
-    tails = f"The 99.9% percentile less vanilla's: {'; '.join(far)}"
-    return [markdown(table, head), "; ".join(said), tails]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -174,21 +117,16 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
     figures, folder = Figures(k.out), Path(words[0])
-    evaluate = "python scripts/evaluate.py RUN... --data=... --out="
-    evaluated = read_json(figures.out / "evaluation.json", evaluate)
-    runs = {name: load_all(folder / name) for name in TABLED if (folder / name).is_dir()}
+    runs = {name: load_all(folder / name) for name in PROTOCOLS if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
     base = load_base(k.base)
-    refuse_what_cannot_be_compared(runs, found := losses(evaluated))
+    refuse_what_cannot_be_compared(runs)
     every = [run for found in runs.values() for run in found]
     how = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
     how.append(f"{every[0].settings['max_iters']:,} steps")
     text = ["# GPT-2 without LayerNorm, small", command, about(base, every, SHAPE, "; ".join(how))]
-    for name, rows in found.items():
-        text += [f"## Loss on {name}, nats per token", *text_table(rows)]
-    drawn = {name: runs[name] for name in PROTOCOLS if name in runs}
-    with_base = drawn | {"baseline": runs["vanilla"]}
+    with_base = runs | {"baseline": runs["vanilla"]}
     text += ["## Over the steps", figures.panels("curves", PANELS, with_base, PROTOCOLS, height=5.0)]
     if "fakeln" in runs:
         text += ["## What each removal of FakeLN does", event_table(runs["fakeln"], runs["vanilla"])]
@@ -198,5 +136,5 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c in the network before", "By norm and text: [before/stream.md](before/stream.md)."]
-    text += ["## The residual stream", *residual_study({"before": [base], **drawn}, k.tokens)]
+    text += ["## The residual stream", *residual_study({"before": [base], **runs}, k.tokens)]
     return figures.write("report.md", text)
