@@ -5,7 +5,6 @@ import csv
 import json
 import math
 import re
-import shutil
 import sys
 from dataclasses import asdict
 from itertools import product
@@ -18,15 +17,13 @@ import torch
 pytest.importorskip("matplotlib")
 
 from config import Config
-from data.tokenizer import load_tokenizer
 from forms import export_files
 from nanonorm.files import FORMAT, ROOT
 from nanonorm.plots import smooth
 from scripts import report
-from scripts.studies import held_out, picture, residual
+from scripts.studies import held_out, picture
 from scripts.studies.figures import Figures, Panel
 from scripts.studies.runs import PAPER_ROWS, Unusable, load
-from tests.conftest import tiny
 from tests.running import refused
 
 REPORT = "scripts/report.py"
@@ -183,16 +180,6 @@ def test_steps_of_a_long_run_keep_their_digits(tmp_path):
     canvas = Figures(tmp_path)
     canvas.draw(canvas.axes(1, 1, 2)[1][0], "f", "p", "all", np.array([1234560, 1234570]), np.ones((1, 2)))
     assert [p[3] for p in canvas.points] == ["1234560", "1234570"]
-
-
-def test_alpha_is_the_mean_of_the_ratios(tmp_path, monkeypatch):
-    rows = {v: [load(write_run(tmp_path / f"{v}{s}", v, s)) for s in (1, 2)] for v in ("baseline", "coupled")}
-    found = {"baseline": [[1.0, 2], [3, 4], [1.2, 1.4]], "coupled": [[1.0, 2], [3, 4], [1.1, 1.2]]}
-    of_run = lambda run, tokens: np.array(found[run.variant]) * [[1], [1], [run.seed]]  # noqa: E731
-    monkeypatch.setattr(residual, "stream_rms", of_run)
-    table, *_ = residual.residual_study(rows, 4096)
-    assert "| baseline | 2 | 1.950 ± 0.919 | 1.00 / 3.00, 1.800 | 2.00 / 4.00, 2.100 |" in table
-    assert "| coupled | 2 | 1.725 ± 0.813 |" in table
 
 
 def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
@@ -359,43 +346,6 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
     assert titles == [f"## corpus abababab, {group}" for group in groups]
     counts = [table(text[text.index(title) :], "Validation loss")["baseline"][0] for title in titles]
     assert counts == ["3", "1", "1"]
-
-
-@pytest.mark.parametrize("variant", ["rmsnorm", "cbwc", "coupled", "layernorm-all", "dyt"])
-def test_stream_rms_is_the_rms_of_the_stream(variant, corpus, tmp_path):
-    model = tiny(variant, dtype=torch.float32, vocab_size=400).eval()
-    folder = write_run(tmp_path / "run", "baseline", 1, dataset=str(corpus), block_size=16)
-    torch.save(model.to_file({"phase": "scale", "gate": 0.0}), folder / "model.pt")
-    run = load(folder)
-    run.head["corpus"]["tokenizer_sha256"] = load_tokenizer(corpus).sha256
-    val = np.fromfile(corpus / "val.bin", "<u2").astype(np.int64)
-    meta, cut = json.loads((corpus / "meta.json").read_text()), shutil.copytree(corpus, tmp_path / "cut")
-    (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
-    for apart, folder in ((1, corpus), (16, cut)):  # of whole windows, where the corpus is cut into them
-        run.settings["dataset"] = str(folder)
-        starts = [(len(val) - 17) // apart * i // 3 * apart for i in range(4)]  # from end to end
-        expected = rms_of(model, variant, torch.from_numpy(np.stack([val[i : i + 16] for i in starts])))
-        assert np.allclose(residual.stream_rms(run, 70), expected, rtol=1e-4)
-    run.head["corpus"]["tokenizer_sha256"] = "0"
-    with pytest.raises(Unusable, match="another corpus"):
-        residual.stream_rms(run, 64)
-
-
-def rms_of(model, variant, idx) -> np.ndarray:
-    """What stream_rms finds in windows idx, written out."""
-    with torch.no_grad():
-        x, expected = model.tok_emb(idx), []
-        for block in model.blocks:
-            after = block(x, model.rope[:, :16])
-            if variant == "coupled":
-                y = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * block.norm_attn.weight
-            else:
-                y = block.norm_attn(x)
-            h = x + block.attn.proj(block.attn(y, model.rope[:, :16]))
-            a, b = x.square().mean(-1).sqrt(), h.square().mean(-1).sqrt()
-            expected.append([a.mean().item(), b.mean().item(), (b / a).mean().item()])
-            x = after
-    return np.array(expected).T
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):

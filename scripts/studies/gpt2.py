@@ -18,9 +18,7 @@ from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.stats import spread
 from nanonorm.tables import markdown
-from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
-from scripts.studies.residual import residual_study
 from scripts.studies.runs import FinishedRun, about, load_all, load_base
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
@@ -42,7 +40,6 @@ class Knobs:
 
     base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
     out: str = "results/does_taper_beat_fakeln"  # folder of before/, and of what is written
-    tokens: Count = 16_384  # of validation text, for the residual stream's RMS
 
 
 def refuse_what_cannot_be_compared(runs: Runs):
@@ -136,5 +133,4 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         )
         text.append(draw_events(figures, runs["fakeln"], runs["vanilla"]))
     text += ["## c in the network before", "By norm and text: [before/stream.md](before/stream.md)."]
-    text += ["## The residual stream", *residual_study({"before": [base], **runs}, k.tokens)]
     return figures.write("report.md", text)

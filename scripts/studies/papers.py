@@ -22,9 +22,7 @@ from nanonorm.errors import BadInput
 from nanonorm.knobs import is_read
 from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import Count
 from scripts.studies.figures import Figures, Panel, curve
-from scripts.studies.residual import residual_study
 from scripts.studies.runs import (
     AUX_WEIGHT,
     PAPER_ROWS,
@@ -79,7 +77,6 @@ class Knobs:
     """What is written."""
 
     out: str = "results/report"  # folder of report.md, *.png and *.csv
-    tokens: Count = 4096  # of validation text, for the residual stream's RMS
     tuned: tuple[str, ...] = ()  # knobs in which each variant has its own best: no reason for another table
 
 
@@ -204,8 +201,7 @@ def section(figures: Figures, title: str, tag: str, runs: list[FinishedRun], opt
     for v in [v for v in ("internal_aux", "all_aux", "internal", "all") if rows[v]][:1]:
         text.append("### Calibration")
         text.append(draw_calibration(figures, f"calibration{tag}", v, rows[v]))
-    text.append("### The residual stream (CoupledNorm's Figure 3)")
-    return text + residual_study(rows, k.tokens)
+    return text
 
 
 def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str]) -> str:
