@@ -50,11 +50,13 @@ class Ranks:
 
     def start(self, device: torch.device, backend: str = "auto", alone: bool = False):
         """Join the others. `backend`: nccl, gloo, or auto for nccl on GPUs and gloo elsewhere. alone: be a
-        group of one where there are no others."""
+        group of one where there are no others. Raises: BadInput."""
         if self.size == 1 and not alone:
             return
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl" and not (device.type == "cuda" and dist.is_nccl_available()):
+            raise BadInput(f"backend=nccl is for GPUs and a torch that has it, not {device}; leave it out")
         store = dist.HashStore()
         if self.size > 1:
             store = store_of_this_attempt(*next(dist.rendezvous("env://", self.rank, self.size)))

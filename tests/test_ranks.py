@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from conftest import refuses
 from running import ROOT, assert_same_run, flags, launch
 
 from nanonorm.errors import BadInput
-from nanonorm.ranks import store_of_this_attempt
+from nanonorm.ranks import Ranks, store_of_this_attempt
 
 
 def come(store, size, ranks, timeout_s) -> list:
@@ -65,3 +67,9 @@ def test_two_launchers_that_count_their_restarts_apart(corpus, tmp_path):
             process.terminate()
     assert status == [0, 0] and said.read_text().count("M parameters; ") == 4, said.read_text()
     assert_same_run(tmp_path / "run", tmp_path / "again")
+
+
+def test_nccl_without_a_gpu_is_refused():
+    with refuses("backend=nccl is for GPUs", "not cpu"):
+        Ranks().start(torch.device("cpu"), "nccl", alone=True)
+    assert not dist.is_initialized()
