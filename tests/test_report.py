@@ -453,7 +453,7 @@ def write_bench(path: Path, **changes) -> Path:
         for i, variant in enumerate(("baseline", "weightless", "unfused", "folded", "floor")):
             speed = {"tok_s": ROW["tok_s"] * (1 + i / 10), "speedup": 1 + i / 10}
             rows.append(ROW | {"variant": variant, "seq": seq, **speed})
-    path.write_text(json.dumps({"machine": "an abacus", "work": "operators", "rows": rows} | changes))
+    path.write_text(json.dumps({"machine": "an abacus", "settings": {}, "rows": rows} | changes))
     return path
 
 
@@ -480,14 +480,14 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     report.main(["picture", str(folder), f"--bench={bench}", f"--out={tmp_path / 'demo.png'}"])
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "demo.logs.jsonl").read_text().splitlines()[-1])["val/loss"] > 0
-    (tmp_path / "evaluated.json").write_text('{"settings": {}, "machine": "an abacus", "rows": []}')
+    no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
     other = write_run(tmp_path / "other", "baseline", 2)  # of another seed
     for argv, says in (
         ([folder], "and a benchmark: python scripts/report.py picture"),
         ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
-        ([folder, f"--bench={tmp_path / 'evaluated.json'}"], "it has no work"),
+        ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
         ([folder, f"--bench={no_bar}"], "has none of baseline, weightless, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
         ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),

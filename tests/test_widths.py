@@ -17,8 +17,7 @@ def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a 
         "settings": {"mode": mode, "dtype": "float32", "iters": 9},
         "model": {"n_embd": n_embd, "n_layer": 4},
     }
-    report |= {"machine": machine, "torch": "2", "work": "operators"}
-    report["rows"] = [dict(zip(names, row, strict=True)) for row in rows]
+    report |= {"machine": machine, "torch": "2", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
     path.write_text(json.dumps(report))
     return str(path)
 
@@ -63,7 +62,7 @@ def test_reports_that_do_not_compare_are_refused(tmp_path):
     with pytest.raises(BadInput, match="shape"):
         widths.rows_of([str(tmp_path / "shapes.json")])
     (tmp_path / "x.json").write_text('{"settings": {}}')
-    with pytest.raises(BadInput, match="it has no model"):
+    with pytest.raises(BadInput, match="not a report of"):
         widths.rows_of([str(tmp_path / "x.json")])
     with pytest.raises(BadInput, match="one machine"):
         widths.rows_of([])

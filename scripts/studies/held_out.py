@@ -106,10 +106,10 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if any("not_finite" in row for row in others):
         head = "Windows in which a loss is not finite, left out above"
         text += [head, table(by_seed(others, names, "not_finite"), digits=1)]
-    pairs = pairs_of(k.pairs, list(losses))
-    for title, key in MEASURES.items() if pairs else ():
-        if any(row.get(key) is not None for row in others):
-            how = "by pairs of a seed: the mean and half of its 95% interval by Student's t"
-            text += [f"{title}, {how}", pair_table(by_seed(rows, names, key), pairs)]
+    if pairs := pairs_of(k.pairs, list(losses)):
+        by_pairs = "by pairs of a seed: the mean and half of its 95% interval by Student's t"
+        for title, key in MEASURES.items():
+            if any(row.get(key) is not None for row in others):
+                text += [f"{title}, {by_pairs}", pair_table(by_seed(rows, names, key), pairs)]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

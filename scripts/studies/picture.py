@@ -19,7 +19,6 @@ from nanonorm.plots import pyplot, smooth
 from scripts.studies.gaps import write_logs
 from scripts.studies.runs import FinishedRun, load, read_json
 
-REPORT = ("machine", "work", "rows")  # work is in bench.py's reports alone
 # variant -> (colour, what it is)
 BARS = {
     "baseline": ("#000000", "with its norms"),
@@ -40,10 +39,14 @@ class Knobs:
 
 def read_bars(path: Path) -> tuple[str, list[dict]]:
     """(the machine, the benchmark's rows for its first batch and context). Raises: BadInput."""
-    report = read_json(path, "python bench.py RUN --out=", *REPORT)
-    rows = [row for row in report["rows"] if row["variant"] in BARS]
-    shapes = [(row["batch"], row["seq"]) for row in rows]
-    return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
+    report = read_json(path, "python bench.py RUN --out=")
+    try:
+        rows = [row for row in report["rows"] if row["variant"] in BARS]
+        shapes = [(row["batch"], row["seq"]) for row in rows]
+        return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
+    except (KeyError, TypeError) as e:
+        what = f"{type(e).__name__}: {e}"
+        raise BadInput(f"{path} is not a report of bench.py ({what}); name another --bench") from None
 
 
 def validated(run: FinishedRun) -> list[tuple[str, str, str, dict[int, float]]]:

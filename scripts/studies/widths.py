@@ -16,7 +16,6 @@ from nanonorm.tables import markdown, write_csv, write_markdown
 from scripts.studies.figures import Figures
 from scripts.studies.runs import read_json
 
-REPORT = ("settings", "model", "machine", "torch", "work", "rows")  # work is in bench.py's reports alone
 COLUMNS = ["mode", "n_embd", "runtime", "variant", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work"]
 
 
@@ -31,13 +30,18 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
     """(rows of COLUMNS, by mode and width; what they were measured on). Raises: BadInput."""
     rows, places = [], set()
     for path in paths:
-        report = read_json(Path(path), "python bench.py --out=", *REPORT)
-        here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
-        how = f"{report['settings']['dtype']}, {report['settings']['iters']} rounds"
-        for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
-            size = f"{report['model']['n_layer']} blocks, {shape}, {how}"
-            places.add(f"{report['machine']}, torch {report['torch']}; {size}")
-        rows += [{name: (here | row)[name] for name in COLUMNS} for row in report["rows"]]
+        report = read_json(Path(path), "python bench.py --out=")
+        try:
+            here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
+            how = f"{report['settings']['dtype']}, {report['settings']['iters']} rounds"
+            if not report["rows"]:
+                raise LookupError("no rows")
+            for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
+                size = f"{report['model']['n_layer']} blocks, {shape}, {how}"
+                places.add(f"{report['machine']}, torch {report['torch']}; {size}")
+            rows += [{name: (here | row)[name] for name in COLUMNS} for row in report["rows"]]
+        except (LookupError, TypeError) as e:
+            raise BadInput(f"{path} is not a report of bench.py ({e!r}); name another") from None
     if len(places) != 1:
         raise BadInput(
             f"name reports of bench.py, of one machine, depth, shape and type, not {sorted(places)}"
