@@ -25,6 +25,7 @@ from statistics import fmean
 
 from config import Config
 from nanonorm.errors import BadInput
+from nanonorm.figures import OTHER, STYLE, Figures
 from nanonorm.files import atomic_write
 from nanonorm.knobs import is_read
 from nanonorm.log import thinned
@@ -32,7 +33,6 @@ from nanonorm.plots import shades
 from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, check_text, hints
-from scripts.studies.figures import OTHER, STYLE, Figures
 from scripts.studies.runs import (
     PAPER_ROWS,
     FinishedRun,

@@ -15,10 +15,10 @@ import numpy as np
 
 from config import Config
 from nanonorm.errors import BadInput
+from nanonorm.figures import Figures, Panel, curve
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.stats import spread
 from nanonorm.tables import markdown
-from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.runs import FinishedRun, about, load_all, load_base
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")

@@ -19,10 +19,10 @@ import numpy as np
 
 from config import Config
 from nanonorm.errors import BadInput
+from nanonorm.figures import Figures, Panel, curve
 from nanonorm.knobs import is_read
 from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
-from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.runs import (
     AUX_WEIGHT,
     PAPER_ROWS,
