@@ -17,6 +17,7 @@ from conftest import randomize, refuses, same_state, scale_of_difference, slow, 
 from running import ROOT, exit_status, refused, train
 
 from data.tokenizer import load_tokenizer
+from data.tokenizer_json import from_sentencepiece
 from forms import fold, from_file, unfuse
 from model import ModelConfig, Transformer
 from nanonorm.errors import exit_on_signals
@@ -24,7 +25,7 @@ from nanonorm.files import write_file, writing
 from nanonorm.run import open_model
 from scripts import convert as command
 from scripts import exports as shared
-from scripts.exports import hf, stock, tokenizer_json
+from scripts.exports import hf, stock
 from scripts.exports.networks import open_network
 
 transformers = pytest.importorskip("transformers")
@@ -338,7 +339,7 @@ def test_a_tokenizer_json_goes_as_it_came(corpus, tmp_path):
     shape |= {"intermediate_size": 40, "max_position_embeddings": 32}
     config = transformers.LlamaConfig(**shape, vocab_size=400, eos_token_id=1)
     transformers.LlamaForCausalLM(config).save_pretrained(source)
-    core = tokenizer_json.from_sentencepiece(load_tokenizer(corpus))
+    core = from_sentencepiece(load_tokenizer(corpus))
     special = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0]['content'] }}"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(source)
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
@@ -373,7 +374,7 @@ def random_texts(n: int):
 @pytest.mark.parametrize("n", [2000, slow(20_000)])
 def test_the_ids_are_ours(n, corpus):
     ours = load_tokenizer(corpus)
-    core = tokenizer_json.from_sentencepiece(ours)
+    core = from_sentencepiece(ours)
     core.encode_special_tokens = True
     texts = [text for text in random_texts(n) if "▁" not in text]
     texts += ["<|endoftext|>", "a<unk>b", "<0x41>", "the  the\n\n  the"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from data.tokenizer_json import token_ids, write_files
 from forms import export_files
 from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
@@ -20,7 +21,6 @@ from nanonorm.files import ROOT
 from nanonorm.hub import write_weights
 from scripts.exports import Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
-from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
 NEEDS = ("transformers", "safetensors")
 CODE = Path(__file__).with_name("modeling_nanonorm.py")
@@ -216,7 +216,7 @@ def write(job: Job) -> dict:
     for file, text in texts.items():
         (job.folder / file).write_text(text)
     write_weights(tensors, job.folder)
-    write_tokenizer(job)
+    write_files(job.tokenizer, job.model.config.longest_text, job.folder)
     errors = {}
     for dtype in dict.fromkeys((torch.float64, job.dtype) if job.exact else (job.dtype,)):
         wide = torch.promote_types(dtype, torch.float32)

@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 
 import torch
 
+from data.tokenizer_json import token_ids, write_files
 from forms import fold, from_file
 from model import NORMS, ModelConfig, Transformer, statistic
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
 from nanonorm.knobs import off
 from scripts.exports import ALLOWED, Job, name_of, needed_transformers, prove, spread
-from scripts.exports.tokenizer_json import token_ids, write_tokenizer
 
 NEEDS = ("transformers", "safetensors")
 EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
@@ -108,7 +108,7 @@ def write_class(job: Job, file: dict) -> tuple[dict[str, float], str]:
     transformers = needed_transformers()
     base = (job.meta.get("base") or {}) | token_ids(job.tokenizer)
     write_pretrained({**file, "meta": {"base": base}}, job.folder)
-    write_tokenizer(job)
+    write_files(job.tokenizer, job.model.config.longest_text, job.folder)
     errors = {"float64": proved_exact(job)} if job.exact else {}
     dtype = torch.float32 if job.dtype == torch.float64 else job.dtype  # their norms are float32 at most
     try:

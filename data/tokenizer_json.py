@@ -1,6 +1,7 @@
 """The tokenizer of a folder that transformers loads; a SentencePiece model becomes a tokenizer.json."""
 
 import json
+from pathlib import Path
 
 from data.gguf import added, by_score
 from data.tokenizer import SentencePiece, Tokenizer
@@ -32,7 +33,8 @@ def token_ids(tokenizer: Tokenizer) -> dict:
 
 
 def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
-    """{name: bytes} of a folder's tokenizer; one that came as a tokenizer.json goes as it came.
+    """{name: bytes} of a folder's tokenizer and its generation_config.json; one that came as a tokenizer.json
+    goes as it came. longest: the network's longest text, in tokens.
 
     Raises: ModelError if the ids are not the same.
     """
@@ -59,7 +61,7 @@ def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     return files | {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in made.items()}
 
 
-def write_tokenizer(job):
-    """Write the tokenizer and generation_config.json into job.folder."""
-    for name, content in files_of(job.tokenizer, job.model.config.longest_text).items():
-        (job.folder / name).write_bytes(content)
+def write_files(tokenizer: Tokenizer, longest: int, folder: Path):
+    """Write them into a folder. Raises: ModelError."""
+    for name, content in files_of(tokenizer, longest).items():
+        (folder / name).write_bytes(content)
