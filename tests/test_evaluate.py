@@ -151,25 +151,17 @@ def test_gaps_are_to_vanilla(capsys, text, bpe_corpus, tmp_path):
 
 
 def test_a_set_that_is_cut_is_recut_only_with_a_remark(capfd, text, tmp_path):
-    folder = put(network(), tmp_path / "run", text)
-    meta = json.loads((text / "meta.json").read_text())
-    few = {k: v for k, v in meta.items() if not k.startswith("train") and k != "val_bytes"}
+    """The first token of a window has no bytes; a set whose bytes are not known has no bits of one."""
+    folder, meta = put(network(), tmp_path / "run", text), json.loads((text / "meta.json").read_text())
+    meta = {k: v for k, v in meta.items() if not k.startswith("train")}
     copy, rows = shutil.copytree(text, tmp_path / "set", ignore=shutil.ignore_patterns("train.bin")), []
-    for cut in (16, 32):
-        (copy / "meta.json").write_text(json.dumps(few | {"block_size": cut, "set": "pile"}))
+    for cut, more in ((16, {}), (32, {}), (16, {"set": "pile", "val_bytes": None})):
+        (copy / "meta.json").write_text(json.dumps(meta | {"block_size": cut} | more))
         said, found = run(capfd, folder, f"--data={copy}")
         assert (f"blocks of {cut}; it is read as one stream" in said) == (cut == 32)
         rows += found
-    assert rows[0]["bits_per_byte"] is None and rows[0]["ce"] == rows[1]["ce"]
-
-
-def test_a_window_begins_with_a_token_that_has_no_bytes(capsys, text, tmp_path):
-    folder, meta = put(network(), tmp_path / "run", text), json.loads((text / "meta.json").read_text())
-    copy, bits = shutil.copytree(text, tmp_path / "cut"), []
-    for cut in (16, 32):
-        (copy / "meta.json").write_text(json.dumps(meta | {"block_size": cut}))
-        bits += [row["bits_per_byte"] for row in run(capsys, folder, f"--data={copy}")[1]]
-    assert bits[0] == pytest.approx(bits[1] * 15 / 16, rel=EXACT)
+    assert rows[0]["ce"] == rows[1]["ce"] == rows[2]["ce"] and rows[2]["bits_per_byte"] is None
+    assert rows[0]["bits_per_byte"] == pytest.approx(rows[1]["bits_per_byte"] * 15 / 16, rel=EXACT)
 
 
 def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):

@@ -5,14 +5,12 @@ its own: the peak above what the process has once torch is imported, with what i
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from running import said_by
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPE = dict(
     vocab_size=128_256, block_size=512, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, hidden=8192,
     rope_base=500_000.0, rope_scaling=(32.0, 1.0, 4.0, 8192.0), taper="all",
@@ -46,9 +44,7 @@ else:
 
 
 def run(*words) -> dict:
-    said = subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout.splitlines()[-1])
+    return json.loads(said_by("-c", PROGRAM, *words, timeout=None).splitlines()[-1])
 
 
 @pytest.mark.slow(minutes=8)

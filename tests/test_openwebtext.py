@@ -53,13 +53,19 @@ def test_without_the_hub_a_set_to_evaluate_on_has_a_way_out(monkeypatch, bpe_cor
     assert "cannot reach apollo-research" in said and "--text=FILE" in said
 
 
+def corpus_of_ones_own(name: str, monkeypatch, tmp_path, code: str = ""):
+    """The folder of a corpus that is not prepared yet, in a checkout of its own."""
+    folder = tmp_path / "data" / name
+    folder.mkdir(parents=True)
+    (folder / "prepare.py").write_text(code)
+    monkeypatch.setattr(data, "ROOT", tmp_path)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "nemotron"])
 def test_nothing_large_is_fetched_unasked(name, monkeypatch, tmp_path):
     assert {name} <= set(data.LARGE) <= set(data.corpora())
-    folder = tmp_path / "data" / name
-    folder.mkdir(parents=True)
-    (folder / "prepare.py").write_text("raise SystemExit('was run')")
-    monkeypatch.setattr(data, "ROOT", tmp_path)
+    folder = corpus_of_ones_own(name, monkeypatch, tmp_path, "raise SystemExit('was run')")
     said = "prepare.py --tokenizer=some/model", data.LARGE[name], "--text="
     with refuses(*said):
         data.prepare_if_missing(folder, "some/model")
@@ -76,11 +82,7 @@ def test_nothing_large_is_fetched_unasked(name, monkeypatch, tmp_path):
     ],
 )
 def test_a_corpus_that_cannot_be_prepared_says_what_to_do(does, raised, said, monkeypatch, tmp_path, capfd):
-    folder = tmp_path / "data" / "demo"
-    folder.mkdir(parents=True)
-    (folder / "prepare.py").write_text(does)
-    monkeypatch.setattr(data, "ROOT", tmp_path)
-    monkeypatch.setattr(data, "corpora", lambda: ["demo"])
+    folder = corpus_of_ones_own("demo", monkeypatch, tmp_path, does)
     if raised is KeyboardInterrupt:
         monkeypatch.setattr(data.subprocess, "run", Mock(side_effect=raised))
     with pytest.raises(raised):
@@ -89,11 +91,7 @@ def test_a_corpus_that_cannot_be_prepared_says_what_to_do(does, raised, said, mo
 
 
 def test_a_corpus_in_given_tokens_is_every_runs(monkeypatch, tmp_path, capfd):
-    folder = tmp_path / "data" / "demo"
-    folder.mkdir(parents=True)
-    (folder / "prepare.py").touch()
-    monkeypatch.setattr(data, "ROOT", tmp_path)
-    monkeypatch.setattr(data, "corpora", lambda: ["demo"])
+    folder = corpus_of_ones_own("demo", monkeypatch, tmp_path)
     data.prepare_if_missing(folder)
     assert capfd.readouterr().err == ""
     data.prepare_if_missing(folder, "some/model")

@@ -359,15 +359,6 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(chatty):
     assert (count["tokens"], count["documents"]) == (len(wanted), 3)
 
 
-def test_a_corpus_keeps_the_files_of_its_tokenizer_alone(tmp_path, chatty):
-    prepared(tmp_path, MODULES, chatty)
-    assert {name: (tmp_path / name).read_bytes() for name in chatty.files} == chatty.files
-    assert data.open_corpus(tmp_path, 8)[0]["tokenizer"] == "tokenizer.json"
-    prepared(tmp_path, MODULES, SentencePiece(train_tokenizer(MODULES, 400)))
-    assert {p.name for p in tmp_path.iterdir()} == {"train.bin", "val.bin", "tokenizer.model", "meta.json"}
-    assert load_tokenizer(tmp_path).eot_id == 1
-
-
 def test_prepare_takes_a_tokenizer(tmp_path, folder, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     documents = [f"A {text} story." for text in [*NASTY, *SPECIAL] if text != END]
