@@ -227,37 +227,32 @@ def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch,
     assert not list(tmp_path.glob("run/*"))
 
 
-def in_tmpfs(tmp_path, size: str, argv, then="true") -> subprocess.CompletedProcess:
-    """train.py with out_dir in a file system of its own; what is left in it then lies in tmp_path/left."""
-    small = tmp_path / "small"
-    mount = f"mkdir -p {small} && mount -t tmpfs -o size={size} tmpfs {small} && mkdir {small}/run"
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
-        pytest.skip("no mounts here")
-    command = f'{mount} && {then} && {{ "$@"; status=$?; cp -r {small}/run {tmp_path}/left; exit $status; }}'
-    program = [sys.executable, ROOT / "train.py", *argv]
-    words = ["unshare", "-rm", "sh", "-c", command, "sh", *program]
-    return subprocess.run(words, text=True, capture_output=True)
+FULL, READ_ONLY = "No space left on device", "Read-only file system"
+DISKS = [
+    ("100k", "ls", FULL, None),  # room for no checkpoint
+    ("400k", "ls", FULL, 0),  # for the first, which has no optimizer state yet
+    ("1400k", "ls", FULL, 10),  # for two, but not for the third that a rename needs for a moment
+    ("9m", "mount -o remount,ro", READ_ONLY, None),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size, step", [("100k", None), ("400k", 0), ("1400k", 10)])
-def test_a_full_disk(short, corpus, tmp_path, size, step):
-    """Room for no checkpoint; for the first, which has no optimizer state yet; for two, but not for the
-    third that a rename needs for a moment: one line, and what is there stays good."""
-    done = in_tmpfs(tmp_path, size, flags(tmp_path / "small/run", corpus, **SHORT))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "No space left" in done.stderr
-    left = tmp_path / "left"
+@pytest.mark.parametrize("size, then, said, step", DISKS)
+def test_a_disk_of_its_own(short, corpus, tmp_path, size, then, said, step):
+    """Full or read-only: one line, and what is there stays good."""
+    small, left = tmp_path / "small", tmp_path / "left"
+    mount = f"mkdir -p {small} && mount -t tmpfs -o size={size} tmpfs {small} && mkdir {small}/run"
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
+        pytest.skip("no mounts here")
+    command = f'{mount} && {then} {small} && {{ "$@"; status=$?; cp -r {small}/run {left}; exit $status; }}'
+    argv = [sys.executable, ROOT / "train.py", *flags(small / "run", corpus, **SHORT)]
+    words = ["unshare", "-rm", "sh", "-c", command, "sh", *argv]
+    done = subprocess.run(words, text=True, capture_output=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr
     assert not list(left.glob("*.tmp"))
     assert (step_of(left) if (left / "ckpt.pt").exists() else None) == step
     train(*flags(left, corpus, **SHORT, init_from="auto"))
     assert_same_run(short, left)
-
-
-@pytest.mark.slow
-def test_a_read_only_disk(corpus, tmp_path):
-    argv, read_only = flags(tmp_path / "small/run", corpus, **SHORT), f"mount -o remount,ro {tmp_path}/small"
-    done = in_tmpfs(tmp_path, "9m", argv, read_only)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "Read-only file system" in done.stderr
 
 
 # --- numbers
@@ -527,17 +522,21 @@ def test_files_of_others_stay(corpus, tmp_path):
     assert [p.name for p in out.glob("*.tmp")] == ["thesis.tmp"]
 
 
-@pytest.mark.parametrize(
-    "signals, status",
-    [("SIGTERM SIGTERM SIGTERM", 143), slow("SIGTERM SIGINT", -2), slow("SIGINT SIGINT", -2)],
-)
-def test_a_second_signal(corpus, tmp_path, signals, status):
+SECOND = [slow("SIGTERM SIGINT", -2), slow("SIGINT SIGINT", -2)]
+
+
+@pytest.mark.parametrize("signals, status", [("SIGINT", 130), ("SIGTERM SIGTERM SIGTERM", 143), *SECOND])
+def test_a_signal_saves_and_leaves(short, corpus, tmp_path, signals, status):
     """SIGTERM may come twice, from whoever ends the job and from torchrun; a second Ctrl-C means it."""
     out, fault = tmp_path / "run", {"at": "before", "n": 7, "do": signals}
-    process = launch(*flags(out, corpus, **SHORT), fault=fault, stdout=-3, stderr=-1)
-    said = process.communicate(timeout=300)[1]
-    assert process.returncode == status and step_of(out) == (7 if status == 143 else 5)
-    assert ("saving after this step" in said) == signals.startswith("SIGINT")
+    process = launch(*flags(out, corpus, **SHORT), fault=fault, stdout=-1, stderr=-1)
+    said, error = process.communicate(timeout=300)
+    assert process.returncode == status and step_of(out) == (7 if status > 0 else 5)
+    assert ("saving after this step" in error) == signals.startswith("SIGINT")
+    if status > 0:
+        assert "--init_from=resume" in said and "Traceback" not in error
+        train(*resume(out))
+        assert_same_run(short, out)
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])

@@ -149,18 +149,6 @@ def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, co
     assert not {"taper/limited", "train/site"} & metrics(tmp_path / "more")[-1].keys()
 
 
-@pytest.mark.parametrize("signum", [slow(signal.SIGTERM), signal.SIGINT])
-def test_a_signal_saves_and_leaves(reference, corpus, tmp_path, signum):
-    fault = {"at": "before", "n": 10, "do": signum.name}
-    argv = flags(tmp_path / "run", corpus)
-    process = launch(*argv, fault=fault, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, error = process.communicate()
-    assert process.returncode == 128 + signum and "--init_from=resume" in out and "Traceback" not in error
-    assert final(tmp_path / "run")["progress"]["iter"] == 10
-    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume")
-    assert_same_run(reference, tmp_path / "run")
-
-
 @pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), slow(2, "layernorm"), slow(4, "layernorm")])
 def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
     """The same global batch in float64, through both boundaries; the sums only change their order."""
