@@ -165,26 +165,6 @@ def test_every_command_is_one_that_works(page):
             pytest.fail(f"{shlex.join(words)}: {type(e).__name__}: {e}")
 
 
-IN_SH, IN_BASH = "```sh\n. j && COMMAND  # and why\n```\n", "```bash\n. \\\n    j\nCOMMAND | tee b\n```\n"
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["python gone.py", "python train.py --max_iter=3", "python3 train.py --max_iter=3",
-     "torchrun --nproc_per_node=2 train.py --norm=rms",
-     "python data/tinystories/prepare.py --txt=a", "python scripts/sweep.py config/demo.py --nrom=a,b",
-     "bash scripts/lm_eval.sh", "NAME=1 bash scripts/lm_eval.sh out/demo", "pytest tests/test_gone.py",
-     "pip install -r gone.txt", "pip install .[gone]", "hf uplod NAME DIR", "hf upload NAME DIR --gone=1",
-     "wandb gone", "wandb sync --gone"],
-)  # fmt: skip
-def test_a_command_that_does_not_work_is_found_wherever_it_stands(command):
-    words = shlex.split(command)
-    for place in (IN_SH, IN_BASH, "Say `python` or `COMMAND`."):
-        assert [w for w in commands_in(place.replace("COMMAND", command)) if w != [".", "j"]] == [words]
-    with pytest.raises((Exception, SystemExit)):
-        check_command(words)
-
-
 @on_each_of(PAGES)
 def test_no_command_stands_where_it_is_not_read(page):
     elsewhere = "```\na line\npython train.py\n```\nDo:\n\n    A=1 pytest tests\n"
