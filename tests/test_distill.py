@@ -644,29 +644,22 @@ def assert_same_but_rounding(one, other, tolerance: float):
         torch.testing.assert_close(theirs[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.slow
-def test_two_ranks_learn_what_one_does(base, student, corpus, tmp_path):
-    """The same global batch in float64; the sums only change their order."""
-    knobs = {"gradient_accumulation_steps": 2, "dtype": "float64", "ce_weight": 0.2}
-    train(*taught(tmp_path / "one", corpus, student, base, **knobs))
-    ran(*taught(tmp_path / "two", corpus, student, base, **knobs), ranks=2)
-    assert_same_but_rounding(tmp_path / "one", tmp_path / "two", 1e-8)
-
-
 @pytest.mark.slow(minutes=1.5)
-@pytest.mark.parametrize(("kind", "then"), [("lora", 1), ("dora", 4)])
-def test_sharded_adapters_are_those_of_one_process(kind, then, base, student, corpus, tmp_path):
-    """In float64, from train.py's start to its exports: two ranks, and others that go on from their
+@pytest.mark.parametrize(
+    ("shard", "kind", "then"), [(False, "dora", 2), (True, "lora", 1), (True, "dora", 4)]
+)
+def test_adapters_of_ranks_are_those_of_one_process(shard, kind, then, base, student, corpus, tmp_path):
+    """In float64, from train.py's start to its exports: two ranks, and those that go on from their
     checkpoint. The sums only change their order."""
     knobs = {"gradient_accumulation_steps": 4, "batch_size": 1, "dtype": "float64", "ce_weight": 0.2}
     knobs |= {"adapter": kind, "max_iters": 20, "eval_interval": 10, "log_interval": 1}
     one, two, again = (tmp_path / name for name in ("one", "two", "again"))
     train(*taught(one, corpus, student, base, **knobs))
-    said = ran(*taught(two, corpus, student, base, **knobs, shard=True), ranks=2)
+    said = ran(*taught(two, corpus, student, base, **knobs, shard=shard), ranks=2)
     assert "adapters merged: at most" in said
     cut_back(16, two, again)
     (again / "folded.pt").unlink()
-    assert all(t.dim() < 2 for t in final(again)["adapters"].values())
+    assert all(t.dim() < 2 for t in final(again)["adapters"].values()) == shard
     ran("--init_from=resume", f"--out_dir={again}", ranks=then)
     for other in (two, again):
         assert_same_but_rounding(one, other, 1e-10)
