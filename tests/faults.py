@@ -9,7 +9,6 @@ at      write (to a file beside its target), log (a line of metrics.jsonl), fsyn
 n       the how-manieth call in this process, from 1
 do      kill (SIGKILL of this process, with half of a write on the disk), error (a RuntimeError), the name of
         an errno to raise, or of signals for this process
-to      "torchrun": those signals are for the process that started this one
 rank    under torchrun, the rank that it happens to; without it rank 0
 once    a file that is made when it happens: it does not happen again while that is there
 counts  instead of the others: a file that gets the number of calls of each kind
@@ -62,9 +61,8 @@ def install(fault: dict, put=setattr) -> Counter:
         if once:
             once.touch()
         if fault["do"].startswith("SIG"):
-            to = os.getppid() if fault.get("to") == "torchrun" else os.getpid()
             for name in fault["do"].split():
-                os.kill(to, getattr(signal, name))
+                os.kill(os.getpid(), getattr(signal, name))
             return
         if fault["do"] == "error":
             raise RuntimeError("a bug")

@@ -1,19 +1,22 @@
 """Kill training processes, resume them, and compare what they end with with the uninterrupted run, bit for
 bit.
 
-    python tests/kills.py [--single=60] [--seed=0]
+    python tests/kills.py [--single=60] [--two=20] [--seed=0]
 
 First once at every sync, link and rename of a run; then `single` times at random: a signal from outside
-(SIGKILL, SIGTERM, SIGINT) or SIGKILL at a write, in the middle of it, or before or after an update. Every
-process is one of its own, forked from this one, which has imported torch already. Prints what was done;
-leaves with status 1 at the first difference. Ranks under torchrun are killed in test_reliability.py.
+(SIGKILL, SIGTERM, SIGINT) or SIGKILL at a write, in the middle of it, or before or after an update; then
+`two` times with two ranks under torchrun: the whole job, one rank, or a fault point of one rank. Every
+process is one of its own; single ones are forked from this one, which has imported torch already. Prints
+what was done; leaves with status 1 at the first difference.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +41,7 @@ RUN = dict(
     max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12,
     log_interval=3, init_from="auto",
 )  # fmt: skip
+TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 
 def fork(argv: list[str], log: Path, fault: dict | None = None) -> int:
@@ -130,13 +134,94 @@ def at_random(folder: Path, corpus: Path, reference: Path, done: Counter, kills:
     print(f"{so_far} kills over {runs} runs of one process", flush=True)
 
 
+def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
+    """A signal from outside comes while the ranks train, or anywhere in the processes before that; the last
+    run is left to end."""
+    reference, out, runs, so_far = folder / "two", folder / "two_killed", 0, 0
+    argv = flags(out, corpus, **RUN, **TWO)
+    began = time.perf_counter()
+    process = launch(*flags(reference, corpus, **RUN, **TWO), ranks=2, stdout=subprocess.DEVNULL)
+    training = until_it_trains(process, reference / "metrics.jsonl")
+    setup = time.perf_counter() - began
+    assert process.wait() == 0 and training
+    left = time.perf_counter() - began - setup
+    while so_far < kills or out.exists() or not runs:
+        fault, kind = None, None
+        if so_far < kills:
+            kind = rng.choice(["job", "SIGTERM", "SIGINT", "write", "replace", "before", "after"])
+        if kind in ("write", "replace", "before", "after"):
+            rank = 0 if kind in ("write", "replace") else rng.randrange(2)
+            most = {"write": 1200, "replace": 10}.get(kind, 15)
+            fault = {"at": kind, "n": rng.randrange(1, most), "do": "kill", "rank": rank}
+        training = False
+        with open(folder / "said", "w") as said:
+            process = launch(
+                *argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            if kind in ("job", "SIGTERM", "SIGINT"):
+                if rng.random() < 0.75:
+                    training = until_it_trains(process, out / "metrics.jsonl")
+                    time.sleep(rng.uniform(0, 0.7 * left))
+                else:
+                    time.sleep(rng.uniform(0.3, 0.9) * setup)
+                # torchrun first: it would end the ranks its own way, and passes a signal on; who ends a whole
+                # job sends SIGTERM to all of it
+                everyone = kind == "job" or (kind == "SIGTERM" and rng.random() < 0.5)
+                for pid in (process.pid, *(children(process.pid) if everyone else ())):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if kind == "job" else getattr(signal, kind))
+            status = process.wait()
+        text = (folder / "said").read_text()
+        (folder / "log").write_text(text)
+        assert kind or status == 0, text
+        if status == 0:
+            compare(out, reference)
+            shutil.rmtree(out)
+            runs += 1
+            continue
+        whole(out)
+        so_far += 1
+        stopped = re.search(r"stopped by SIG(TERM|INT) at step (\d+)", text)
+        # they left together, and what they saved is that step; or the loop was over
+        if kind.startswith("SIG") and training:
+            step = read_file(out / "ckpt.pt")["progress"]["iter"]
+            assert step == (int(stopped[2]) if stopped else RUN["max_iters"]), text
+        else:
+            assert not stopped or kind.startswith("SIG"), text
+        done[f"two ranks: {kind}"] += 1
+    print(f"{so_far} kills over {runs} runs of two ranks")
+
+
+def children(pid: int) -> list[int]:
+    """Linux; none of a process that has ended."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return list(map(int, path.read_text().split())) if path.exists() else []
+
+
 def modified(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
 
 
+def until_it_trains(process, log: Path) -> bool:
+    """Wait until a run has rewritten its metrics.jsonl and then added a line, or has ended; returns whether
+    it got there."""
+
+    def look():
+        with contextlib.suppress(FileNotFoundError):
+            return (found := log.stat()).st_ino, found.st_size
+
+    before = look()
+    while process.poll() is None and (look() or (None,))[0] == (before or (None,))[0]:
+        time.sleep(0.01)
+    begun = look()
+    while process.poll() is None and look() == begun:
+        time.sleep(0.01)
+    return process.poll() is None
+
+
 def main():
     knobs = argparse.ArgumentParser()
-    for name, default in (("single", 60), ("seed", 0)):
+    for name, default in (("single", 60), ("two", 20), ("seed", 0)):
         knobs.add_argument(f"--{name}", type=int, default=default)
     asked = knobs.parse_args()
     torch.set_num_threads(1)
@@ -153,6 +238,8 @@ def main():
             systematic(folder, corpus, folder / "reference", done)
             print(f"{sum(done.values())} kills, each at another sync, link or rename of a run", flush=True)
             at_random(folder, corpus, folder / "reference", done, asked.single, rng)
+            if asked.two:
+                two_ranks(folder, corpus, done, asked.two, rng)
         except BaseException:
             print((folder / "log").read_text()[-3000:])
             raise

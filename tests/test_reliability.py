@@ -385,19 +385,6 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path, at, 
     assert_same_run(tmp_path / "run", tmp_path / "cut")
 
 
-@pytest.mark.slow(minutes=0.7)
-@pytest.mark.parametrize("signum", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_torchrun_stops_both_ranks_at_one_step(corpus, tmp_path, signum):
-    knobs = SHORT | TWO | dict.fromkeys(("max_iters", "ckpt_interval", "eval_interval", "log_interval"), 100)
-    fault = {"at": "before", "n": 6, "do": signum, "to": "torchrun"}
-    said = ran(*flags(tmp_path / "cut", corpus, **knobs), ranks=2, fault=fault, fails=True)
-    stopped = re.search(rf"stopped by {signum} at step (\d+)", said)
-    assert stopped and step_of(tmp_path / "cut") == int(stopped[1]) < 100, said
-    ran(*resume(tmp_path / "cut"), ranks=2)
-    ran(*flags(tmp_path / "run", corpus, **knobs), ranks=2)
-    assert_same_run(tmp_path / "run", tmp_path / "cut")
-
-
 @pytest.mark.slow
 def test_ranks_that_see_other_checkpoints_refuse(corpus, tmp_path):
     """Machines whose disks are not one, say: each rank has a folder of its own here."""
