@@ -1,4 +1,4 @@
-"""What docs/extending.md adds does all that the others do: a norm, registered from outside; a corpus, a run,
+"""What docs/extending.md adds does all that the others do: a norm, in a few lines, registered from outside; a corpus, a run,
 a knob of the architecture and a column of the benchmark, in a copy of the tree."""
 
 import json
@@ -25,6 +25,10 @@ def mean_abs():
     exec(NORM, {})  # noqa: S102
     yield
     del NORMS["mean_abs"]
+
+
+def test_the_norm_is_fifteen_lines_at_most():
+    assert len([line for line in NORM.splitlines() if line.strip()]) <= 15
 
 
 def test_a_norm_of_ones_own_trains_tapers_folds_exports_and_is_timed(mean_abs, corpus, tmp_path, capfd):
