@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import adamw_losses, refuses, same_state, scale_of_difference, state_of
+from conftest import adamw_losses, refuses, same_state, scale_of_difference, slow, state_of
 
 pytest.importorskip("transformers")
 
@@ -16,66 +16,41 @@ from nanonorm.foldable.graph import InDouble
 from scripts.foldable import main
 from scripts.foldables.zoo import ARCHITECTURES, NAMES, build, offline_transformers, randomize
 
-# two layers each: (foldable, LayerNorms, inserted operations) as built; with tables untied by the config;
-# with a copy of tied tables on request. A plain triple stands for all three.
+# names: (foldable, LayerNorms, inserted operations) of two layers each; where tied tables matter, as built,
+# and with tables untied by the config or with a copy of tied ones on request
 FOUND = {
-    "gpt2": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "gpt_neo": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "gptj": (3, 3, 0),
-    "gpt_neox": (5, 5, 0),
-    "gpt_neox-sequential": (5, 5, 0),
-    "opt": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "opt-postnorm": (0, 4, 0),
-    "bloom": ((5, 6, 1), (6, 6, 1), (6, 6, 1)),
-    "falcon": ((3, 3, 1), (3, 3, 0), (3, 3, 0)),
-    "falcon-new": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "falcon-alibi": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "mpt": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "phi": (3, 3, 0),
-    "stablelm": (5, 5, 0),
-    "stablelm-qk": (19, 19, 0),
-    "starcoder2": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "codegen": (3, 3, 0),
+    # of torch the nn.TransformerEncoder, whose fused inference path reads the norm's parameters itself
+    "gpt2 gpt_neo opt falcon-new falcon-alibi mpt starcoder2 torch-prenorm": ((5, 5, 1), (5, 5, 0)),
+    "opt-postnorm torch-postnorm": (0, 4, 0),
+    "bloom": ((5, 6, 1), (6, 6, 1)),
+    "falcon cohere": ((3, 3, 1), (3, 3, 0)),
+    "gptj phi codegen": (3, 3, 0),
+    "gpt_neox gpt_neox-sequential stablelm phimoe olmo vit deit beit dinov2": (5, 5, 0),
     "nemotron": (5, 5, 0),  # gain 1 + w
+    "stablelm-qk": (19, 19, 0),
     "persimmon": (9, 9, 0),  # four of them per head, on queries and keys of a fused matrix
-    "phimoe": (5, 5, 0),
     "xglm": (5, 5, 1),  # behind positions that are not saved with it
-    "olmo": (5, 5, 0),
-    "cohere": ((3, 3, 1), (3, 3, 0), (3, 3, 0)),
-    "cohere-qk": ((7, 7, 1), (7, 7, 0), (7, 7, 0)),
+    "cohere-qk": ((7, 7, 1), (7, 7, 0)),
     "bert": (1, 5, 0),  # post-norm: only the one behind the tables
-    "bert-mlm": ((0, 6, 0), (1, 6, 0), (1, 6, 0)),
-    "roberta": ((0, 6, 0), (1, 6, 0), (1, 6, 0)),
-    "distilbert": ((0, 6, 0), (1, 6, 0), (1, 6, 0)),
-    "albert": ((0, 4, 0), (1, 4, 0), (1, 4, 0)),
-    "electra": ((0, 6, 0), (1, 6, 0), (1, 6, 0)),
-    "deberta_v2": ((1, 7, 0), (2, 7, 0), (2, 7, 0)),
-    "modernbert": ((3, 6, 1), (4, 6, 1), (4, 6, 1)),
-    "bart": ((0, 12, 0), (2, 12, 0), (2, 12, 0)),
-    "whisper": ((12, 12, 2), (12, 12, 1), (12, 12, 1)),
+    "bert-mlm roberta distilbert electra": ((0, 6, 0), (1, 6, 0)),
+    "albert": ((0, 4, 0), (1, 4, 0)),
+    "deberta_v2": ((1, 7, 0), (2, 7, 0)),
+    "modernbert": ((3, 6, 1), (4, 6, 1)),
+    "bart": ((0, 12, 0), (2, 12, 0)),
+    "whisper": ((12, 12, 2), (12, 12, 1)),
     "clip": (11, 11, 1),
     "siglip": (10, 11, 0),
-    "vit": (5, 5, 0),
-    "deit": (5, 5, 0),
-    "beit": (5, 5, 0),
-    "dinov2": (5, 5, 0),
     "swin": (6, 11, 0),  # patch merging concatenates channels of the first stage's stream
     "swinv2": (10, 11, 0),
     "convnext": (1, 7, 0),  # depthwise convolutions read the stream
     "wav2vec2": (0, 7, 0),
     "wav2vec2-stable": (7, 8, 1),
-    # nn.TransformerEncoder, whose fused inference path reads the norm's parameters itself
-    "torch-prenorm": ((5, 5, 1), (5, 5, 0), (5, 5, 0)),
-    "torch-postnorm": (0, 4, 0),
 }
+FOUND = {name: found for names, found in FOUND.items() for name in names.split()}
 WITHOUT = ("llama", "qwen3", "t5", "mamba")  # no LayerNorm anywhere
 IN_FLOAT32 = ("phimoe", "xglm")  # whose code does not run in float64
-WAYS = ("as built", "untied", "untie")
-
-
-def expected(name: str, way: str):
-    found = FOUND[name]
-    return found[WAYS.index(way)] if isinstance(found[0], tuple) else found
+WAYS = [(name, "as built") for name in FOUND]
+WAYS += [slow(name, way) for name in FOUND for way in ("untied", "untie")]
 
 
 def layer_norms(model) -> int:
@@ -87,14 +62,16 @@ def test_any_depth_is_built():
         assert len(build("gpt_neo", layers=layers).model.transformer.h) == layers
 
 
-def folds(name: str, way: str):
+@pytest.mark.parametrize("name, way", WAYS)
+def test_architectures_fold(name, way):
     """Fold, then compare from outside: other random values, other inputs, float64 if that runs."""
     e = build(name, layers=2, tied=False if way == "untied" else None)
     dtype, tolerance = (torch.float32, 1e-5) if name in IN_FLOAT32 else (torch.float64, 1e-9)
     model = randomize(e.model).to(dtype)
     inputs, before = cast_inputs(e.inputs, dtype), state_of(model)
     new, report = fold(model, inputs, outputs=e.outputs, untie=way == "untie")
-    assert (report.folded, len(report.norms), len(report.ops)) == expected(name, way), report
+    found = FOUND[name] if isinstance(FOUND[name][0], int) else FOUND[name][way != "as built"]
+    assert (report.folded, len(report.norms), len(report.ops)) == found, report
     assert report.certified and report.proved_in.startswith(str(dtype).removeprefix("torch."))
     assert report.errors.keys() >= {"given", "random", "other batch"}
     assert same_state(before, state_of(model))
@@ -110,18 +87,6 @@ def folds(name: str, way: str):
 
 def test_every_architecture_is_listed():
     assert set(NAMES) == {*FOUND, *WITHOUT}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_architectures_fold(name):
-    folds(name, "as built")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("name", FOUND)
-def test_architectures_fold_with_untied_tables(name, way):
-    folds(name, way)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
