@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forms import fold, fold_error, from_file, proved, unfuse, with_factor
+from forms import from_file, proved, with_factor
 from model import ModelConfig, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.hub import read_pretrained, write_pretrained
@@ -53,34 +53,6 @@ def test_the_stream_begins_larger_by_emb_scale():
     torch.testing.assert_close(scaled.embed(idx, slice(8)), expected)
     scaled(idx, idx).total.backward()
     assert scaled.emb_scale.grad.abs() > 0
-
-
-SEVERAL = [{"taper": "all"}, {"taper": "internal", "positions": "learned"}, {"norm": "cbwc"},
-           {"norm": "coupled"}, {"norm": "dyt"}, {}]  # fmt: skip
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("knobs", SEVERAL)
-def test_the_factor_folds_into_the_table(knobs, tied):
-    model = made(emb_scale=3.0, tie_embeddings=tied, **knobs).double().eval()
-    with torch.no_grad():
-        model.emb_scale.fill_(2.7)
-    idx = torch.randint(0, 512, (2, 16))
-    logits = model(idx)
-    for form in (fold(model), unfuse(model)):
-        assert form.emb_scale is None and form.config.emb_scale is None
-        assert form.lm_head is not None
-        torch.testing.assert_close(form(idx), logits, rtol=0, atol=1e-12)
-        again = from_file(form.to_file({}))
-        assert torch.equal(again(idx), form(idx))
-    for name in ("folded", "unfused"):
-        assert 0 <= fold_error(model, name, idx, torch.float64) < 1e-12
-        assert proved(model.float(), name, idx)[1]["float32"] < 1e-5
-        model.double()
-    off = unfuse(model)
-    with torch.no_grad():
-        off.tok_emb.weight.mul_(1.01)
-    assert (off(idx) - logits).abs().max() > 1e-4  # the comparison above can fail
 
 
 def test_a_stock_class_takes_the_factor_in_the_table(tmp_path):

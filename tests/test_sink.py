@@ -35,7 +35,7 @@ EXACT, FOLDED = 1e-12, 1e-9  # float64: another order of summation; products of 
 QK = {"qk_norm": True, "n_kv_head": 2}
 SHAPES = {
     "rope": {**QK, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
-    "learned": {"positions": "learned", "mlp": "gelu", "bias": True},
+    "learned": {"positions": "learned", "mlp": "gelu", "bias": True, "emb_scale": 2.7},
     "wide heads": {"head_dim": 20, "tie_embeddings": False, "emb_scale": 1.3},
 }
 TAPERS = [v for v in VARIANTS if VARIANTS[v].get("taper", "none") != "none"]
@@ -180,6 +180,7 @@ def test_a_form_stores_the_sink_and_says_the_same(variant, shape, form, tmp_path
     c = model.config
     new = FORMS[form](model)
     assert new.sink_k.shape == new.sink_v.shape == (c.n_layer, c.n_kv_head, 1, c.head_dim)
+    assert new.emb_scale is None and new.config.emb_scale is None
     with torch.no_grad():
         assert scale_of_difference(new(idx), model(idx)) <= FOLDED
         again = FORMS[form](new)
