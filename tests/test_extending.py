@@ -1,5 +1,5 @@
-"""What docs/extending.md adds does all that the others do: a norm, in a few lines, registered from outside; a corpus, a run,
-a knob of the architecture and a column of the benchmark, in a copy of the tree."""
+"""What docs/extending.md adds does all that the others do: a norm, in a few lines, registered from outside;
+a corpus, a run, a knob of the architecture and a column of the benchmark, in a copy of the tree."""
 
 import json
 import os

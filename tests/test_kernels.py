@@ -5,7 +5,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch, every_variant, refuses, scale_of_difference, state_of, tiny, tiny_config
+from conftest import (
+    batch,
+    every_variant,
+    operators,
+    refuses,
+    scale_of_difference,
+    state_of,
+    tiny,
+    tiny_config,
+)
 from test_distill import random_heads
 from test_gates import small_run, whole_run
 from torch.func import functional_call, grad, jvp, vmap
@@ -41,6 +50,13 @@ def test_a_run_without_fast_paths_is_the_same_run(variant):
         plain, plain_weights = losses_of(variant)
     assert fast == pytest.approx(plain, rel=1e-9)  # 12 steps of AdamW
     assert all(scale_of_difference(weights[name], t) < 1e-6 for name, t in plain_weights.items())
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_the_norm_phase_of_a_taper_runs_the_baselines_kernels(norm):
+    """Operator by operator; without gradients, where nothing is observed."""
+    baseline, tapered = (tiny(norm, phase="norm", taper=taper) for taper in ("none", "all"))
+    assert operators(tapered, batch()[0]) == operators(baseline, batch()[0])
 
 
 # --- targets that do not count
