@@ -34,7 +34,8 @@ class KVCache:
         """Write k and v (B, K, T, C) in the columns `rows` (T); returns the layer's (B, K, length, C), or
         where it was empty what it holds now: attention is causal then, and needs no mask, which flash
         attention refuses."""
-        k, v = (t.to(self.k[layer].dtype) for t in (k, v))
+        if k.dtype != self.k[layer].dtype:  # of autocast
+            k, v = k.to(self.k[layer].dtype), v.to(self.k[layer].dtype)
         seen = self.k[layer].index_copy_(2, rows, k), self.v[layer].index_copy_(2, rows, v)
         if self.empty and self.ahead:
             return tuple(t[:, :, : self.ahead + k.shape[2]] for t in seen)

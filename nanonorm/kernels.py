@@ -43,11 +43,11 @@ def fast(kernel, training=True, eager=True, anywhere=False):
     def decorate(formula):
         @wraps(formula)
         def either(*args):
-            if name not in OFF and applies(args, training, eager, anywhere):
-                found = kernel(*args)
-                if found is not NotImplemented:
-                    return found
-            return formula(*args)
+            idle = training and not args[0].training  # first: text is made a token at a time
+            if idle or name in OFF or not applies(args, training, eager, anywhere):
+                return formula(*args)
+            found = kernel(*args)
+            return formula(*args) if found is NotImplemented else found
 
         return either
 
@@ -56,10 +56,9 @@ def fast(kernel, training=True, eager=True, anywhere=False):
 
 def applies(args, training: bool, eager: bool, anywhere: bool) -> bool:
     """Whether a fast path may serve a call. args: perhaps the module whose method it is, then a tensor."""
-    owner = args[0]
-    if training and not (owner.training and torch.is_grad_enabled()):
+    if training and not (args[0].training and torch.is_grad_enabled()):
         return False
-    x = owner if isinstance(owner, torch.Tensor) else args[1]
+    x = args[1] if isinstance(args[0], nn.Module) else args[0]
     if not x.is_cpu:  # there the compiler's work may be cut, but not torch.func's
         return anywhere and not torch._C._are_functorch_transforms_active()
     # a compiler fuses better; torch.func cannot see into an autograd.Function
@@ -168,9 +167,9 @@ def gated(mlp, x, inverse=None):
     """SwiGLU.activation without a gradient, as two products: one of both writes the rows of each 2 F numbers
     apart, and reading them so costs more than it saves. (B, T, D) [, (B, T, 1)] -> (B, T, F)"""
     layer = mlp.gate_up
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    if x.numel() < GATED_TOKENS * x.shape[-1] or layer.weight.numel() < GATED_SIZE:
         return NotImplemented
-    if x.shape[:-1].numel() < GATED_TOKENS or layer.weight.numel() < GATED_SIZE:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return NotImplemented
     if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
         return NotImplemented  # it may carry an adapter
@@ -233,10 +232,9 @@ PAD_HEADS_TO = heads_padded_to()
 def attention(q, k, v, mask=None, dropout: float = 0.0):
     """attend: the same in float32, for heads of up to 16 numbers, for which the CPU's kernel is fastest in
     it; and in windows of 256 tokens and more padded to PAD_HEADS_TO. (B, H, T, C) -> (B, H, T, C)"""
-    T, C = q.shape[-2:]
-    if C > 16 or mask is not None:
+    if mask is not None or q.shape[-1] > 16:
         return NotImplemented
-    dtype = q.dtype
+    (T, C), dtype = q.shape[-2:], q.dtype
     q, k, v = (upcast(t) for t in (q, k, v))
     if C < PAD_HEADS_TO and T >= 256:
         q, k, v = (F.pad(t, (0, PAD_HEADS_TO - C)) for t in (q, k, v))
