@@ -267,29 +267,33 @@ def test_a_refused_flag_prints_nothing_beside_its_line(text):
     assert not shown
 
 
-def values(hint):
+TEXT = st.text(st.characters(exclude_characters="\0"), max_size=20).filter(lambda text: text != "None")
+
+
+def between(base, low, high):
+    """Hypothesis's strategy for the numbers of a range."""
+    high = None if high == math.inf else high
+    if base is int:
+        return st.integers(low, high)
+    return st.floats(low, high, allow_nan=False, allow_infinity=False)
+
+
+def values(hint, numbers=between, text=TEXT):
     """Hypothesis's strategy for the good values of a type."""
     if get_origin(hint) in (Union, types.UnionType):
-        return st.one_of([values(h) for h in get_args(hint)])
+        return st.one_of([values(h, numbers, text) for h in get_args(hint)])
+    if get_origin(hint) is tuple:
+        return st.lists(values(get_args(hint)[0], numbers, text), min_size=1, max_size=3).map(tuple)
     if get_origin(hint) is Annotated:
         base, limit = bare(hint)
-        if limit is None:
-            return values(base)
+        if limit is None or get_origin(base) is tuple:
+            return values(base, numbers, text)
         if isinstance(limit, OneOf):
             return st.sampled_from(list(limit.table()))
-        if get_origin(base) is tuple:
-            return st.lists(values(get_args(base)[0]), min_size=1, max_size=3).map(tuple)
-        low, high = limit.low, None if limit.high == math.inf else limit.high
-        if base is int:
-            return st.integers(low, high)
-        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+        return numbers(base, limit.low, limit.high)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    return {
-        bool: st.booleans(),
-        str: st.text(st.characters(exclude_characters="\0"), max_size=20).filter(lambda text: text != "None"),
-        types.NoneType: st.none(),
-    }[hint]
+    return {bool: st.booleans(), str: text, types.NoneType: st.none()}[hint]
 
 
 @given(name=st.sampled_from(KNOBS), data=st.data())

@@ -26,7 +26,7 @@ import types
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 from unittest.mock import Mock
 
 import numpy as np
@@ -34,6 +34,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
+from running import exit_status
+from test_config import values
 
 import bench
 import data
@@ -43,7 +45,6 @@ from config import Config
 from data import prepare
 from nanonorm.errors import one_line_errors
 from nanonorm.ranks import Ranks
-from nanonorm.typed import Range
 
 # of the generators
 pytestmark = [
@@ -80,25 +81,23 @@ def call(program: str, argv: list[str], stdin: bytes = b"") -> tuple[int, str]:
     """(exit status, what a user would see on stderr) of a command, run in this process."""
     also, main = PROGRAMS[program]
     error = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    signal.signal(signal.SIGALRM, ran_out)
+
+    def run():
+        with contextlib.ExitStack() as held, one_line_errors(*also):
+            main(argv, held)
+
+    before = signal.signal(signal.SIGALRM, ran_out)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    status = 0
     try:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
-            patch.setattr(sys, "argv", [program, *argv])
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
             patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
             patch.setattr(sys, "stderr", error)
             warnings.simplefilter("always")
-            with contextlib.ExitStack() as held, one_line_errors(*also):
-                main(argv, held)
-    except SystemExit as e:
-        status = e.code
+            status = exit_status(run, program, *argv)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
+        signal.signal(signal.SIGALRM, before)
         gc.enable()
     error.flush()
     # Python shows these to nobody
@@ -214,31 +213,16 @@ junk = st.recursive(
 )
 
 
-def valid(hint):
-    """A strategy of values that `fits` takes for `hint`, at sizes that take no time, and at the ends of the
-    range."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return st.one_of(*(valid(h) for h in get_args(hint)))
-    if get_origin(hint) is Literal:
-        return st.sampled_from(get_args(hint))
-    if get_origin(hint) is tuple:
-        return st.lists(valid(get_args(hint)[0]), min_size=1, max_size=3).map(tuple)
-    if hint is types.NoneType:
-        return st.none()
-    if hint is bool:
-        return st.booleans()
-    if hint is str:
-        return odd_text
-    base, *facts = get_args(hint)
-    ranges = [fact for fact in facts if isinstance(fact, Range)]
-    if not ranges:
-        return valid(base)
-    low, high = ranges[0]
+def small_or_at_an_end(base, low, high):
+    """A strategy of numbers that take no time, and of the ends of their range."""
     if base is int:
         ends = st.sampled_from([low, min(64, high), min(2**20, high), high])
         return st.one_of(st.integers(low, low + 8), ends)
     ends = st.sampled_from([low, high if high < 9e99 else 1.7e308])
     return st.one_of(st.floats(low, min(high, low + 1)), ends)
+
+
+valid = functools.partial(values, numbers=small_or_at_an_end, text=odd_text)
 
 
 def flag_text(value) -> str:

@@ -5,16 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    batch,
-    every_variant,
-    operators,
-    refuses,
-    scale_of_difference,
-    state_of,
-    tiny,
-    tiny_config,
-)
+from conftest import batch, every_variant, operators, refuses, scale_of_difference, state_of, tiny
 from test_distill import random_heads
 from test_gates import small_run, whole_run
 from torch.func import functional_call, grad, jvp, vmap
@@ -220,7 +211,7 @@ def test_large_logits_are_never_whole_elsewhere(whole, monkeypatch):
             sizes.extend(t.numel() for t in of_logits if t.shape[:-1] != (24,))  # the table, turned
             return out
 
-    model = Transformer(tiny_config(n_layer=1)).to("meta").train()
+    model = tiny(n_layer=1).to("meta")
     x = torch.zeros(3, 16, dtype=torch.long, device="meta")
     with Largest():
         model(x, x).total.backward()
