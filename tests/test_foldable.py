@@ -344,6 +344,9 @@ def test_the_reason_names_the_node():
     first, second = find(net(lambda s, x, y: s.ln(F.gelu(s.lin(x))) + s.ln2(y)), (X, X)).norms
     assert (first.name, first.dim, first.blocker) == ("ln", D, "gelu") and "comes out of gelu" in first.reason
     assert (second.name, second.blocker) == ("ln2", "input 1") and "input of the model" in second.reason
+    # no operation is inserted on a tensor inside an argument
+    inside = find(net(lambda s, d: block(s, d["h"])), ({"h": X},))
+    assert inside.folded == 0 and "is an input of the model" in inside.norms[0].reason
 
 
 # --- tied tables, inserted operations, dropout, choice of outputs
@@ -373,27 +376,31 @@ def test_a_table_shared_with_something_that_did_not_run_is_not_edited():
     assert "do not reach" in report.norms[0].reason
 
 
-def test_an_operation_is_inserted_where_it_pays():
-    """One for two LayerNorms yes, one for one no; its price decides."""
-    two, one = net(lambda s, x: block(s, x)), net(lambda s, x: s.ln(x + s.lin(x)))
-    assert str(check(two, X, 2, ops=1).ops[0]) == "model input 0"
-    check(two, X, 0, op_cost=2)
-    check(one, X, 0)
-    check(one, X, 1, ops=1, op_cost=0.5)
-
-
 def residual(s, h):
     h = h + s.lin(F.gelu(s.ln(h)))
     return h + s.lin2(F.gelu(s.ln2(h)))
 
 
-def test_operations_at_a_module_input_and_on_a_norm():
+def test_an_operation_is_inserted_where_it_pays():
+    """One for two LayerNorms yes, one for one no; its price decides."""
+    two, one = net(lambda s, x: block(s, x)), net(lambda s, x: s.ln(x + s.lin(x)))
+    check(two, X, 0, op_cost=2)
+    check(one, X, 0)
+    check(one, X, 1, ops=1, op_cost=0.5)
+
+
+INSERTED = {
+    "model input 0": row(lambda s, x: block(s, x), folded=2),
     # the stream starts in a function: no module makes it
-    model = net(lambda s, x: s.ln(s.layer(F.gelu(s.lin(x)))), layer=net(residual))
-    assert str(check(model, X, 3, ops=1).ops[0]) == "input of layer"
+    "input of layer": row(lambda s, x: s.ln(s.layer(F.gelu(s.lin(x)))), folded=3, layer=net(residual)),
     # as in BLOOM, a LayerNorm starts the stream
-    model = net(lambda s, x: s.ln2(s.layer(s.ln(s.lin(x)))), layer=net(residual))
-    assert str(check(model, X, 4, ops=1).ops[0]) == "output of ln"
+    "output of ln": row(lambda s, x: s.ln2(s.layer(s.ln(s.lin(x)))), folded=4, layer=net(residual)),
+}
+
+
+@pytest.mark.parametrize("place", INSERTED)
+def test_where_an_operation_is_inserted(place):
+    assert str(check(*INSERTED[place], ops=1).ops[0]) == place
 
 
 def test_operations_at_named_inputs():
@@ -417,11 +424,6 @@ def test_operations_only_where_a_hook_gets_at_the_tensor(answer, item, ops):
     check(net(lambda s, x: block(s, s.m(x)[item]), m=module), X, 2 * ops, ops=ops)
 
 
-def test_no_operation_on_a_tensor_inside_an_argument():
-    report = find(net(lambda s, d: block(s, d["h"])), ({"h": X},))
-    assert report.folded == 0 and "is an input of the model" in report.norms[0].reason
-
-
 def test_operations_survive_copying_and_pickling():
     model, ids = randomize(Tokens(True, 2)).double().eval(), torch.randint(61, (2, 9))
     new, report = fold(model, ids)
@@ -442,9 +444,7 @@ def test_dropout_in_training_mode_is_refused_unless_told():
     with refuses("dropout"):
         center(copy.deepcopy(model), report)
     center(copy.deepcopy(model), report, allow_dropout=True)
-
-
-def test_dropout_is_seen_where_in_place_operations_hide_it():
+    # also where an operation in place hides it
     report = find(net(lambda s, x: s.ln(s.drop(s.lin(x)).mul_(2)), drop=nn.Dropout(0.5)).eval(), X)
     assert report.folded == 1 and report.dropout == ["dropout in drop"]
 
@@ -490,11 +490,16 @@ def test_find_works_on_the_meta_device_and_changes_nothing():
     before, want = state_of(model), model(X)
     find(model, X)
     assert same_state(before, state_of(model)) and torch.equal(model(X)[0], want[0])
+    assert not nn.modules.module._has_any_global_hook()  # nothing of the capture stays in the process
 
 
-def test_a_model_that_cannot_be_captured_is_one_line():
+def test_a_model_that_cannot_be_captured_or_run_again_is_one_line():
     with refuses("torch.export cannot capture"):
         find(net(lambda s, x: s.ln(x) if x.sum() > 0 else x), X)
+    model = net(lambda s, x: s.ln(s.lin(x)))
+    model.cache = model.lin(X)  # copy.deepcopy does not take it
+    with refuses("cannot be proved"):
+        fold(model, X)
 
 
 # --- the proof, the printed algorithm
@@ -551,13 +556,6 @@ def test_what_does_not_run_in_float64_is_proved_in_float32():
     with refuses("nothing was changed"):
         fold(single, X, inplace=True, report=FoldReport([], replace=report.replace))
     assert same_state(before, state_of(single))
-
-
-def test_a_model_that_does_not_run_again_is_one_line():
-    model = net(lambda s, x: s.ln(s.lin(x)))
-    model.cache = model.lin(X)  # copy.deepcopy does not take it
-    with refuses("cannot be proved"):
-        fold(model, X)
 
 
 def test_initial_gains_cannot_hide_a_wrong_fold():
@@ -617,18 +615,16 @@ def test_centred_training_is_layernorm_training(kind):
     assert centred.weight.mean(0).abs().max() < (1e-12 if folded == 2 else 1)
 
 
-def test_an_untied_table_does_not_train_as_the_tied_one():
-    model = net(lambda s, i: block(s, s.table(i)), head=nn.Linear(D, V, bias=False))
-    model.head.weight = model.table.weight
+def test_what_another_network_would_train_is_refused():
+    """A table of its own is no tied one, and a gain that a matrix takes in no gain."""
+    tied = net(lambda s, i: block(s, s.table(i)), head=nn.Linear(D, V, bias=False))
+    tied.head.weight = tied.table.weight
     with refuses("untie=False"):
-        center(model, find(model, IDS, untie=True))
-
-
-def test_layer_scale_is_not_absorbed_in_training():
-    model = net(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)))
+        center(tied, find(tied, IDS, untie=True))
+    scaled = net(lambda s, x: s.ln(s.lin2(F.gelu(x)) + s.g * s.lin(x)))
     with refuses("absorb=False"):
-        center(copy.deepcopy(model), find(model, X))
-    assert find(model, X, absorb=False).folded == 0
+        center(copy.deepcopy(scaled), find(scaled, X))
+    assert find(scaled, X, absorb=False).folded == 0
 
 
 # --- random networks against brute force
@@ -764,8 +760,3 @@ def test_the_library_needs_torch_alone():
     assert {name for name in others if not name.startswith("nanonorm.foldable.")} == {"nanonorm.errors"}
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["1", "True"], done.stderr
-
-
-def test_nothing_of_the_capture_stays_in_the_process():
-    find(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval(), torch.randn(2, 4))
-    assert not nn.modules.module._has_any_global_hook()
