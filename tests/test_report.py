@@ -349,36 +349,29 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):
-    (tmp_path / "empty").mkdir()
+    empty, out, nothing = tmp_path / "empty", tmp_path / "out", tmp_path / "none.json"
+    empty.mkdir()
+    out.mkdir()
+    nothing.write_text("{}")
+    times, seeds = write_bench(tmp_path / "bench.json"), tmp_path / "runs/vanilla"
+    for seed in (1, 2):
+        write_run(seeds / f"seed{seed}", "baseline", seed)
+    of_gpt2 = ["gpt2", tmp_path / "runs", f"--out={out}"]
     for argv, says in (
         ([], "name a report: python scripts/report.py takes one of papers, gaps"),
         (["paper"], "no report paper"),
         (["papers"], "name run folders"),
         (["papers", tmp_path / "none"], "no folder"),
-        (["papers", tmp_path / "empty"], "no finished run"),
+        (["papers", empty], "no finished run"),
+        ([*of_gpt2, f"--base={out}"], f"--base={out} holds 0 runs; name the folder of one"),
+        ([*of_gpt2, f"--base={seeds}"], f"--base={seeds} holds 2 runs; name the folder of one"),
+        (["held_out", nothing], f"{nothing} has no losses; name what scripts/evaluate.py"),
+        (["held_out", times], f"{times} has no losses; name what scripts/evaluate.py"),
     ):
         assert says in refused(capsys, *argv, program=REPORT)
-    write_run(tmp_path / "runs/a", "baseline", 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = refused(capsys, "papers", tmp_path / "runs", f"--out={tmp_path / 'out'}", program=REPORT)
+    error = refused(capsys, "papers", seeds, f"--out={out}", program=REPORT)
     assert "a figure needs matplotlib" in error and "pip install matplotlib" in error
-
-
-def test_a_base_is_one_run(tmp_path, capsys):
-    runs, out = tmp_path / "runs", tmp_path / "out"
-    for seed in (1, 2):
-        write_run(runs / f"vanilla/seed{seed}", "baseline", seed)
-    out.mkdir()
-    for base, count in ((out, 0), (runs / "vanilla", 2)):
-        said = refused(capsys, "gpt2", runs, f"--base={base}", f"--out={out}", program=REPORT)
-        assert f"--base={base} holds {count} runs; name the folder of one" in said
-
-
-def test_held_out_losses_are_those_of_evaluate(tmp_path, capsys):
-    (tmp_path / "none.json").write_text("{}")
-    for path in (tmp_path / "none.json", write_bench(tmp_path / "bench.json")):
-        said = refused(capsys, "held_out", path, f"--out={tmp_path}", program=REPORT)
-        assert f"{path} has no losses; name what scripts/evaluate.py" in said
 
 
 def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
