@@ -379,14 +379,10 @@ def test_a_file_that_starts_from_a_broken_one_names_the_broken_one(tmp_path, mon
     assert f"{broken}:3: invalid syntax" in refused(child, files=True)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    assert "no config file" in refused(str(tmp_path / "absent.py"), files=True)
-    assert "cannot read config file" in refused(str(tmp_path), files=True)
+def test_a_file_that_cannot_be_read_is_named_and_a_missing_one_by_the_nearest(tmp_path, monkeypatch):
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00n_layer")
-    assert "cannot read config file" in refused(str(tmp_path / "binary.py"), files=True)
-
-
-def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
+    for path in (tmp_path, tmp_path / "binary.py"):
+        assert f"cannot read config file {path}" in refused(str(path), files=True)
     (tmp_path / "config").mkdir()
     for name in ("taper_30m.py", "baseline_30m.py", "__init__.py"):
         write(tmp_path / "config", name, "")
@@ -394,7 +390,8 @@ def test_a_missing_file_names_the_nearest_one(tmp_path, monkeypatch):
     # the whole path, from whatever folder
     want = f"no config file config/tapr_30m.py; did you mean {tmp_path}/config/taper_30m.py?"
     assert refused("config/tapr_30m.py", files=True) == want
-    assert refused("n_layer=3", files=True) == "no config file n_layer=3"
+    for path in ("n_layer=3", f"{tmp_path}/absent.py"):
+        assert refused(path, files=True) == f"no config file {path}"
 
 
 def test_a_row_of_a_table_is_a_run(tmp_path):
@@ -617,10 +614,6 @@ def test_a_schedule_that_means_nothing_is_refused(flags, wanted):
         set_by(*flags.split()).resolve()
 
 
-def test_at_a_constant_rate_nobody_reads_where_it_would_end():
-    set_by("--decay_lr=False", "--min_lr=1", "--warmup_iters=5", "--lr_decay_iters=5").resolve()
-
-
 def resumed(run: dict, **asked) -> Config:
     """The settings with which a run of these goes on, if it is asked to."""
     return Config(init_from="resume", **asked).resumed({"init_from", *asked}, Config(**run).resolve())
@@ -629,6 +622,11 @@ def resumed(run: dict, **asked) -> Config:
 def test_a_resumed_run_keeps_the_record_of_its_weights():
     run = resumed({"init_from": "out/base", "log_interval": 5}, log_interval=7)
     assert (run.init_from, run.log_interval) == ("out/base", 7)
+    assert resumed({"teacher": "out/base"}, teacher="out/moved").teacher == "out/moved"
+    assert resumed({"warmup_iters": 7}, warmup_iters=None).warmup_iters == 7  # None: as the run has it
+
+
+SPLIT = {"batch_size": 8, "gradient_accumulation_steps": 2}  # of a step's windows
 
 
 @pytest.mark.parametrize(
@@ -638,18 +636,18 @@ def test_a_resumed_run_keeps_the_record_of_its_weights():
         ({}, {"teacher": "out/base"}, "began with teacher=None; leave teacher=out/base out"),
         ({"dropout": 0.1}, {"cuda_graph": True}, "which a CUDA graph cannot"),
         ({"taper": "all", "gate_budget": 0.5}, {"gate_budget": None}, "gate_budget=None differs from 0.5"),
+        (SPLIT, {"batch_size": 4}, "windows a step are not the 2 x 8 of the run in"),
+        (SPLIT, {"gradient_accumulation_steps": 4}, "windows a step are not the 2 x 8 of the run in"),
     ],
 )
 def test_a_resume_is_refused_what_makes_another_run(run, asked, wanted):
     with refuses(wanted):
         resumed(run, **asked)
-    assert resumed({"teacher": "out/base"}, teacher="out/moved").teacher == "out/moved"
-    assert resumed({"warmup_iters": 7}, warmup_iters=None).warmup_iters == 7  # None: as the run has it
 
 
 def test_a_resumed_run_may_split_its_steps_otherwise():
     """If they keep their windows; and it says what that means."""
-    run = {"batch_size": 8, "gradient_accumulation_steps": 2, "dropout": 0.1, "mask_end": True}
+    run = {**SPLIT, "dropout": 0.1, "mask_end": True}
     began = Config(**run).resolve()
     now = resumed(run, batch_size=4, gradient_accumulation_steps=4)
     assert (now.batch_size, now.gradient_accumulation_steps, now.draw_size) == (4, 4, 8)
@@ -663,18 +661,14 @@ def test_a_resumed_run_may_split_its_steps_otherwise():
         ({"aux_weight": 0.1, "anchor_target": "batch"}, "the means that anchor_target=batch holds to"),
         ({"taper": "internal", "sink_multiple": 2.0}, "the medians that sink_multiple goes by"),
     ):
-        now = resumed(run, batch_size=8, gradient_accumulation_steps=2)
+        now = resumed(run, **SPLIT)
         (remark,) = other_split(now, Config(**run))
         assert said in remark and remark.endswith("a micro-batch's own" if run else said)
 
 
-@pytest.mark.parametrize("asked", [{"batch_size": 4}, {"gradient_accumulation_steps": 4}])
-def test_another_number_of_windows_is_another_run(asked):
-    with refuses("windows a step are not the 2 x 8 of the run in"):
-        resumed({"batch_size": 8, "gradient_accumulation_steps": 2}, **asked)
-
-
-def test_without_a_taper_the_gate_knobs_bind_nothing():
+def test_knobs_that_the_run_does_not_read_bind_nothing():
+    """The end of a rate that stays, and without a taper the gate's."""
+    set_by("--decay_lr=False", "--min_lr=1", "--warmup_iters=5", "--lr_decay_iters=5").resolve()
     free = set_by("--warmup_iters=0", "--gate_end=99999").resolve()
     assert (free.gate_start, free.gate_end) == (0, 99999)
     late = set_by("--aux_weight=0.1", "--gate_start=7000", "--gate_end_ratio=0.5").resolve()
