@@ -237,16 +237,6 @@ def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     assert three.n == 3 and bar[:, 1] == pytest.approx([5 - three.half, 5 + three.half])
 
 
-def test_a_tuple_reads_as_a_list_in_the_figure(monkeypatch, tmp_path):
-    runs = [run("rmsnorm", 1, 3.0)]
-    runs += [run("dyt", 1, 3.2, dyt_alpha=alpha) for alpha in ((2.0, 0.5, 2.05), (1.0, 1.0, 1.0))]
-    for made in runs[1:]:
-        made.point["dyt_alpha"] = made.settings["dyt_alpha"]
-    (ax, _), page = report(monkeypatch, tmp_path, runs)
-    assert "dyt dyt_alpha=2,0.5,2.05 (n=1)" in [line.get_label() for line in ax.containers]
-    assert "dyt dyt_alpha=(2.0, 0.5, 2.05)" in page
-
-
 def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_path):
     """Seed 2 with the gradient through ends 31.3% behind; seeds 1 and 3 have 1%."""
     runs = grid("swiglu")

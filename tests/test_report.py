@@ -176,12 +176,6 @@ def test_a_spike_of_one_line_does_not_move_a_curve(tmp_path):
     assert points["1000"] == pytest.approx(LOSS["cbwc"] + 0.15 + 3 * math.exp(-2.5), abs=0.01)
 
 
-def test_steps_of_a_long_run_keep_their_digits(tmp_path):
-    canvas = Figures(tmp_path)
-    canvas.draw(canvas.axes(1, 1, 2)[1][0], "f", "p", "all", np.array([1234560, 1234570]), np.ones((1, 2)))
-    assert [p[3] for p in canvas.points] == ["1234560", "1234570"]
-
-
 def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for name, seed in (("good", 1), ("twice", 1), ("early", 2), ("no-metrics", 3), ("no-export", 4)):
