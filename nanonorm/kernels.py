@@ -55,8 +55,9 @@ def fast(kernel, training=True, eager=True, anywhere=False):
 
 
 def applies(args, training: bool, eager: bool, anywhere: bool) -> bool:
-    """Whether a fast path may serve a call. args: perhaps the module whose method it is, then a tensor."""
-    if training and not (args[0].training and torch.is_grad_enabled()):
+    """Whether a fast path may serve a call; if for training alone, of a module in training. args: perhaps the
+    module whose method it is, then a tensor."""
+    if training and not torch.is_grad_enabled():
         return False
     x = args[1] if isinstance(args[0], nn.Module) else args[0]
     if not x.is_cpu:  # there the compiler's work may be cut, but not torch.func's
