@@ -16,7 +16,7 @@ from nanonorm.stats import interval
 from nanonorm.tables import report_folder, write_csv, write_markdown
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
-STYLE = {
+LINE_OF = {
     "baseline": ("#000000", "-"), "baseline_aux": ("#777777", "-"),
     "internal": ("#0072B2", "--"), "internal_aux": ("#56B4E9", "-"),
     "final": ("#E69F00", "-."), "all": ("#D55E00", "--"), "all_aux": ("#CC79A7", "-"),
@@ -89,7 +89,7 @@ class Figures:
             return
         y = smooth(values, width) if width > 1 else values
         mean, low, high = np.mean(y, 0), *np.percentile(y, (2.5, 97.5), axis=0)
-        colour, line = STYLE.get(name, OTHER)
+        colour, line = LINE_OF.get(name, OTHER)
         look = {"color": colour, "linestyle": line, "label": f"{name} (n={len(y)})", **more}
         if look["linestyle"] != "-":  # a dash over a line can be seen, one under it cannot
             look = {"zorder": 2.5, "linewidth": 1.6} | look

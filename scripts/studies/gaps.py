@@ -25,7 +25,7 @@ from statistics import fmean
 
 from config import Config
 from nanonorm.errors import BadInput
-from nanonorm.figures import OTHER, STYLE, Figures
+from nanonorm.figures import LINE_OF, OTHER, Figures
 from nanonorm.files import atomic_write
 from nanonorm.knobs import is_read
 from nanonorm.log import thinned
@@ -236,7 +236,7 @@ def looks(found: list[Cell]) -> dict[str, dict]:
     """{setting: how it is drawn}: its variant's marker, a shade of its variant's colour, its number of pairs
     (of runs, for the one that the others are compared with)."""
     names = list(dict.fromkeys(cell.what for cell in found))
-    colours = shades([STYLE.get(name.split()[0], OTHER)[0] for name in names])
+    colours = shades([LINE_OF.get(name.split()[0], OTHER)[0] for name in names])
     drawn = {}
     for name, colour in zip(names, colours, strict=True):
         mine = [cell for cell in found if cell.what == name]
