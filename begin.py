@@ -19,7 +19,7 @@ from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
 from nanonorm.distill import Distilled, fingerprint, share
 from nanonorm.divergence import divergence
-from nanonorm.errors import BadInput
+from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import phase_and_gates, thin
 from nanonorm.knobs import off
 from nanonorm.machine import autocast, versions
@@ -138,6 +138,9 @@ def begun_from(file: dict, config: ModelConfig, path) -> Transformer:
     state = {name: t for name, t in file["state"].items() if name.rpartition(".")[2] not in TRACKED}
     for name in {"sink_k", "sink_v"} & state.keys() - wanted.keys():
         del state[name]  # the norms are there, and give them again
+    if floors := sorted(name for name in state.keys() - wanted.keys() if name.endswith(".floor")):
+        kept = f"coupled_floor={config.coupled_floor} and coupled_from_layer={config.coupled_from_layer}"
+        raise ModelError(f"{path} has {floors[0]}, for which {kept} leave no place; leave them out")
     for name in wanted.keys() - state.keys():
         if name.endswith("weight_tilde"):
             if (gain := name.removesuffix("_tilde")) in state:

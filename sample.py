@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 
 from data.tokenizer import Tokenizer, home_of, load_tokenizer, open_tokenizer
-from forms import from_file
+from forms import from_file, types_of
 from model import Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -94,7 +94,8 @@ def main():
     if cfg.compile:
         compiler_works(device)
     file, path = open_model(words[0])
-    model = from_file(file, path).to(device)
+    model = from_file(file, path)
+    model = model.to(device, types_of(model)[0])  # of several types the widest
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
     ids = prompt_ids(tokenizer, prompt, cfg.chat, model.config.sink_token)

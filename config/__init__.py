@@ -181,8 +181,7 @@ class Config(ModelKnobs):
         theirs, but for what is named in `explicit` and free. Raises: BadInput, ModelError, naming what
         contradicts them."""
         base = begun_as(config_of(file, where), *phase_and_gates(file, where), where)
-        theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)}
-        theirs["form"] = base.form
+        theirs = {f.name: getattr(base, f.name) for f in dataclasses.fields(ModelKnobs)} | {"form": base.form}
         free = free_of_weights()
         if base.form != "trained":  # its norms are what they are
             free = free - {"norm", "coupled_from_layer", "sink_token", *off(ModelKnobs, "taper")}
@@ -222,7 +221,8 @@ class Config(ModelKnobs):
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs
         that were named. Raises: BadInput if that is another run."""
         free = free_on_resume() | free_on_resume(SPLIT)
-        for name in sorted(explicit - free):
+        over = {"taper"} if self.taper == "none" and run.form != "trained" else set()  # see started_from
+        for name in sorted(explicit - free - over):
             asked, recorded = getattr(self, name), getattr(run, name)
             if asked != recorded and not (asked is None and name in FILLED_IN):
                 remedy = "leave it out, or name another out_dir"

@@ -87,6 +87,9 @@ def main():
         made[split] = np.concatenate(rows).astype(dtype)
         known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
         known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
+        if not knobs.sink and len(made[split]) <= knobs.block_size:
+            one = f"the {split} split would be one window of {knobs.block_size}, and a run needs two"
+            raise BadInput(f"{one}; name more text, raise --{split}_tokens, or lower --block_size")
     with hold_folder(knobs.out_dir) as out_dir:
         again = (out_dir / "meta.json").exists()
         with token_files(out_dir) as files:

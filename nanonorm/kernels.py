@@ -42,7 +42,9 @@ def fast(kernel, training=True, eager=True, anywhere=False):
 
     def decorate(formula):
         @wraps(formula)
-        def either(*args):
+        def either(*args, **named):
+            if named:  # a kernel takes no names
+                return formula(*args, **named)
             idle = training and not args[0].training  # first: text is made a token at a time
             if idle or name in OFF or not applies(args, training, eager, anywhere):
                 return formula(*args)

@@ -223,9 +223,9 @@ class SiteLoss(Tracker):
 
     What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
     depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. A mean that
-    lags behind a growing stream holds it back, too: `site_rate=1` takes the last step's. It ends with the
-    phase `site_until`. The total loss does not show it: its gradient enters where h is read, `share`
-    times, which a run sets to 1/(micro-batches a step).
+    lags behind a growing stream holds it back, too: `site_rate=1` takes the last step's. The first step has
+    none yet, and no loss. It ends with the phase `site_until`. The total loss does not show it: its gradient
+    enters where h is read, `share` times, which a run sets to 1/(micro-batches a step).
     """
 
     quantities, shown = ("ema_log_s",), ("spread", "loss")
@@ -254,8 +254,7 @@ class SiteLoss(Tracker):
         counts = ordinary((-known).exp(), self.sink_multiple)
         counts = torch.ones_like(known, dtype=torch.bool) if counts is None else counts
         n = counts.sum().clamp_min(1)
-        mean = torch.where(self.ema_count > 0, self.corrected()[0], known.where(counts, 0).sum() / n)
-        d = log_s - mean
+        d = log_s - torch.where(self.ema_count > 0, self.corrected()[0], known)
         spread = d.square()
         loss = spread + self.far * (d.abs() - FAR).clamp_min(0).square()
         self.add(known, spread.detach(), loss.detach(), counts=counts)

@@ -12,6 +12,7 @@ from running import compiling, flags, refused, train
 
 from forms import FORMS
 from nanonorm.cache import KVCache
+from nanonorm.files import read_file
 from nanonorm.generation import aligned
 from sample import Sample
 
@@ -149,6 +150,11 @@ def test_a_prompt_without_ids_is_refused(prompts):
         tiny().generate(prompts, 3)
 
 
+def test_to_compile_without_a_cache_is_refused():
+    with refuses("compile=True needs the cache"):
+        tiny().generate([[1]], 3, use_cache=False, compile=True)
+
+
 @every_variant
 def test_under_autocast_the_cache_holds_what_attention_reads(variant):
     """Logits through the cache are those of one pass, to bfloat16's three digits."""
@@ -192,7 +198,7 @@ def test_sampling_without_a_compiler_is_one_line(monkeypatch, capsys):
 
 def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    train(*flags(run, corpus, max_iters=2, taper="none", aux_weight=0.0, gate_end=2))
+    train(*flags(run, corpus, max_iters=2, taper="none", aux_weight=0.0, gate_end=2, bias=True))
     asked = watch(monkeypatch, "model.Transformer.generate", lambda model, prompts, *_, **more: prompts)
     capsys.readouterr()
     said = []
@@ -207,3 +213,8 @@ def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypa
     train(run / "ckpt.pt", "--prompt=def ", "--max_new_tokens=8", program="sample.py")
     assert f"{run / 'ckpt.pt'} is a checkpoint, at step 2" in capsys.readouterr().err
     assert Sample().device == "auto"
+    file = read_file(run / "model.pt")
+    file["state"] = {n: t.bfloat16() if t.dim() == 2 else t for n, t in file["state"].items()}
+    torch.save(file, run / "mixed.pt")
+    train(run / "mixed.pt", "--prompt=def ", "--max_new_tokens=8", program="sample.py")
+    assert "def " in capsys.readouterr().out

@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import BPE_SIZE, norm_names, randomize, slow
+from conftest import BPE_SIZE, norm_names, randomize, refuses, slow
 from running import assert_goes_on_from, assert_same_log, compiling, flags, metrics, ran, refused, train
 from test_gates import micro_batches, small_run
 from test_hub import made
 
+from begin import begun_from
 from config import Config
 from data.tokenizer import load_tokenizer
 from forms import fold, load_model
@@ -282,9 +284,17 @@ def test_a_folded_coupled_network_trains_with(knobs, mlp, corpus, tmp_path):
     assert not torch.equal(before["blocks.0.attn.proj.weight"], after["blocks.0.attn.proj.weight"])
 
 
+def test_a_floor_is_not_left_out():
+    model = Transformer(ModelConfig(**SMALL, norm="coupled", coupled_floor=True))
+    with refuses("floored.pt has blocks.0.floor, for which coupled_floor=False and", "leave them out"):
+        begun_from(model.to_file({}), replace(model.config, coupled_floor=False), "floored.pt")
+
+
 def test_a_taper_named_none_is_no_contradiction(norm_free, corpus, tmp_path):
-    """As of a config file that says so."""
-    train(*begun(tmp_path / "run", corpus, norm_free, taper="none"))
+    """As of a config file that says so; nor when its command is given again."""
+    argv = begun(tmp_path / "run", corpus, norm_free, taper="none")
+    train(*argv)
+    train(*argv, "--init_from=auto")
     settings = json.loads((tmp_path / "run/config.json").read_text())
     assert (settings["form"], settings["taper"]) == ("unfused", "all")
 

@@ -92,6 +92,14 @@ def test_a_hook_fires_wherever_it_hangs(kind, variant, phase):
     assert not silent
 
 
+def test_arguments_may_be_named():
+    """A tool that calls a layer by itself knows what it takes."""
+    model, (x, y) = tiny(), batch()
+    mlp, h = model.blocks[0].mlp, model.tok_emb(x)
+    torch.testing.assert_close(mlp(x=h), mlp(h), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.cross_entropy(y=h, targets=y), model.cross_entropy(h, y))
+
+
 def test_a_global_hook_sees_every_layer():
     model, seen = tiny(tie_embeddings=False), set()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(m))

@@ -81,6 +81,10 @@ def test_what_is_refused_leaves_every_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*sys.argv, f"--out_dir={tmp_path / 'a'}"])
     with refuses("is a corpus that is read"):
         main()
+    monkeypatch.setattr(sys, "argv", ["windows.py", str(tmp_path / "a"), *sys.argv[3:6], f"--out_dir={made}"])
+    sys.argv[-2] = "--val_tokens=15"
+    with refuses("the val split would be one window of 8, and a run needs two"):
+        main()
     assert (made / "meta.json") in before and all(path.read_bytes() == was for path, was in before.items())
 
 

@@ -94,6 +94,11 @@ def test_bfloat16_by_default_only_where_it_pays(monkeypatch, native):
     assert pick_dtype("auto", torch.device("cpu"), 128) == torch.float32
 
 
+def test_a_run_in_bfloat16_prints_no_warning(corpus, tmp_path):
+    knobs = {"dtype": "bfloat16", "qk_norm": True, "max_iters": 2, "gate_start": 1, "gate_end": 2}
+    assert "Warning" not in ran(*flags(tmp_path / "run", corpus, **knobs))
+
+
 def test_norm_phase_is_the_baseline(reference, corpus, tmp_path):
     train(*flags(tmp_path / "run", corpus, taper="none", aux_weight=0.0, max_iters=60, eval_interval=60))
     baseline, taper = metrics(tmp_path / "run"), metrics(reference)
@@ -139,7 +144,7 @@ def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, co
     assert 0 < max(shares) <= 0.5 and all(line["taper/residual.1.mlp"] > 0 for line in lines[:start])
     assert not [k for line in lines[start:] for k in line if k.startswith(("taper/sinks", "taper/residual"))]
     assert all((line.get("taper/limited", 0) > 0.5) == (step >= start) for step, line in enumerate(lines))
-    assert all((line.get("train/site", 0) > 0) == (step < 20) for step, line in enumerate(lines))
+    assert all((line.get("train/site", 0) > 0) == (0 < step < 20) for step, line in enumerate(lines))
     folded = load_model(tmp_path / "run/folded.pt")
     assert folded.config.taper_ceiling is None and folded.config.site_weight == 0
     assert not any("ceiling" in name or "site" in name for name in folded.state_dict())
@@ -153,7 +158,8 @@ def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, co
 def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
     """The same global batch in float64, through both boundaries; the sums only change their order."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30,
-                 gate_start=8, gate_end=22, batch_size=4, eval_interval=10, sink_multiple=1.2)  # fmt: skip
+                 gate_start=8, gate_end=22, batch_size=4, eval_interval=10, sink_multiple=1.2,
+                 site_weight=1.0)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
     ran(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks)
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
@@ -188,6 +194,16 @@ def test_a_resumed_run_may_split_its_steps_otherwise(two_by_four, tmp_path, capf
     assert final(again)["run"]["draw_size"] == (None if same else 4)
     torch.testing.assert_close(final(again)["state"], final(two_by_four)["state"], rtol=1e-8, atol=1e-10)
     assert_same_log(two_by_four, again, 1e-8)
+
+
+def test_the_first_steps_may_be_split_otherwise_too(corpus, tmp_path):
+    """When no mean is known yet."""
+    knobs = dict(site_weight=1.0, dtype="float64", max_iters=4, gate_start=2, gate_end=4, draw_size=4)
+    for name, size in (("one", 4), ("more", 1)):
+        split = {"batch_size": size, "gradient_accumulation_steps": 4 // size}
+        train(*flags(tmp_path / name, corpus, **knobs, **split))
+    one, more = (final(tmp_path / name)["state"] for name in ("one", "more"))
+    torch.testing.assert_close(more, one, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("compiles, n_layer", [slow(True, 1), slow("regional", 2)])
