@@ -14,11 +14,10 @@ def main():
     if len(sys.argv) < 4:
         raise BadInput("name the file to write, and two to read")
     out, *texts = map(Path, sys.argv[1:])
+    contents = [text.read_bytes() for text in texts]
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as f:
-        for i, text in enumerate(texts):
-            f.write(b"\n<|endoftext|>\n" if i else b"")
-            f.write(text.read_bytes())
+        f.write(b"\n<|endoftext|>\n".join(contents))
 
 
 if __name__ == "__main__":

@@ -440,7 +440,8 @@ def write_bench(path: Path, **changes) -> Path:
         for i, variant in enumerate(("baseline", "weightless", "unfused", "folded", "floor")):
             speed = {"tok_s": ROW["tok_s"] * (1 + i / 10), "speedup": 1 + i / 10}
             rows.append(ROW | {"variant": variant, "seq": seq, **speed})
-    path.write_text(json.dumps({"machine": "an abacus", "settings": {}, "rows": rows} | changes))
+    known = {"settings": {"mode": "prefill"}, "model": {"n_layer": 2, "n_embd": Config().n_embd}}
+    path.write_text(json.dumps({"machine": "an abacus", "rows": rows} | known | changes))
     return path
 
 
@@ -448,7 +449,7 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     folder, kept = write_run(tmp_path / "run", "all_aux", 1), write_run(tmp_path / "kept", "baseline_aux", 1)
     end, before = load(folder).loss, {"val/loss": 5.5, "val/bpb": 1.0, "val/loss_gated": 4.5}
     change_log(folder, {20: before, -1: {"val/loss_gated": end}})
-    bars = picture.read_bars(write_bench(tmp_path / "bench.json"))
+    bars = picture.read_bars(write_bench(tmp_path / "bench.json"), load(folder).settings)
     fig = picture.draw_picture(load(folder), load(kept), *bars)
     loss, gate, speed = (ax for side in fig.subfigs for ax in side.axes)
     assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
@@ -469,12 +470,16 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     assert json.loads((tmp_path / "demo.logs.jsonl").read_text().splitlines()[-1])["val/loss"] > 0
     no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
+    decode = write_bench(tmp_path / "decode.json", settings={"mode": "decode"})
+    wide = write_bench(tmp_path / "wide.json", model={"n_layer": 2, "n_embd": 8})
     other = write_run(tmp_path / "other", "baseline", 2)  # of another seed
     for argv, says in (
         ([folder], "and a benchmark: python scripts/report.py picture"),
         ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
+        ([folder, f"--bench={decode}"], "is of mode=decode; the picture has prefill"),
+        ([folder, f"--bench={wide}"], "is of a network with n_embd=8, not the run's"),
         ([folder, f"--bench={no_bar}"], "has none of baseline, weightless, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
         ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),

@@ -335,6 +335,8 @@ def test_a_step_that_fails_ends_the_study_with_its_reason(toy, tmp_path):
     error = toy(fails + MAKES_B, ends=2)
     assert "join_texts.py: name the file" in error[-2] and "a step failed, its reason is above: " in error[-1]
     assert not (tmp_path / "b").exists()
+    error = toy(MAKES_B.replace("{tmp}/toy.toml {tmp}/toy.toml", "{tmp}/absent {tmp}/toy.toml"), ends=2)
+    assert "absent: No such file" in error[-2] and not (tmp_path / "b").exists()
 
 
 def test_what_a_step_that_failed_has_left_is_not_taken_for_another_values(toy, tmp_path):

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, slow
+from conftest import ROOT, batch, slow, tiny
 from running import (
     assert_goes_on_from,
     assert_same,
@@ -40,6 +41,8 @@ from forms import load_model
 from nanonorm import machine
 from nanonorm.files import read_file
 from nanonorm.machine import pick_dtype
+from nanonorm.nonfinite import first_nonfinite
+from nanonorm.ranks import Ranks
 from scripts.studies.runs import identity, read_finished
 
 
@@ -331,6 +334,20 @@ def test_non_finite_before_two_gates_is_one_line(corpus, tmp_path):
     status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
     assert len(status.splitlines()) == 1
     assert re.search(r"step \d+: (non-finite (output|gradient) of|its update left) \w+", status)
+
+
+def test_a_norm_that_overflows_is_named():
+    """Of one gradient, or of all together, where every entry is finite."""
+    model, found = tiny(dtype=torch.float32), []
+    ours = [model.tok_emb.weight, model.blocks[0].mlp.down.weight]
+    sizes = {p: torch.autograd.grad(model(*batch()).total, p)[0].norm() for p in ours}
+    for size in (1e25, 1.5e19):
+        hooks = [p.register_hook(lambda g, p=p, size=size: g / sizes[p] * size) for p in ours]
+        found.append(first_nonfinite(model, [batch()], nullcontext(), Ranks()))
+        for hook in hooks:
+            hook.remove()
+    assert found[0].startswith("norm of the gradient of ")
+    assert found[1] == "norm of all gradients together, each of which is finite"
 
 
 def test_sample_from_every_file(reference, capsys):

@@ -10,11 +10,13 @@ from nanonorm.errors import BadInput
 from scripts.studies import widths
 
 
-def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a machine"):
+def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a machine", variants="ab"):
     names = ("variant", "runtime", "batch", "seq", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work")
-    rows = [(v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.1, 9) for v, x in zip("ab", speedups, strict=True)]
+    rows = [
+        (v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.1, 9) for v, x in zip(variants, speedups, strict=True)
+    ]
     report = {
-        "settings": {"mode": mode, "dtype": "float32", "iters": 9},
+        "settings": {"mode": mode, "dtype": "float32", "iters": 9, "variants": list(variants)},
         "model": {"n_embd": n_embd, "n_layer": 4},
     }
     report |= {"machine": machine, "torch": "2", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
@@ -29,7 +31,7 @@ def test_gains_by_width(tmp_path, monkeypatch):
     monkeypatch.setattr(widths.Figures, "axes", lambda *a, _axes=widths.Figures.axes, **k: shown.append(
         _axes(*a, **k)) or shown[0])  # fmt: skip
     said = widths.main(widths.Knobs(out=str(tmp_path / "out")), files, "    command")
-    where = "a machine, torch 2; 4 blocks, 1 x 8 tokens, float32, 9 rounds"
+    where = "a machine, torch 2; 4 blocks, 1 x 8 tokens, float32, 9 rounds, to a"
     assert where in said and shown[0][0].get_supxlabel() == where
     lines = [line for line in said.splitlines() if line.startswith(("##", "| "))]
     cells = ["| 8 | 1.080x 0.980-1.180 |", "| 32 | 1.320x 1.220-1.420 |"]
@@ -56,6 +58,8 @@ def test_reports_that_do_not_compare_are_refused(tmp_path):
         widths.rows_of([here, there])
     with pytest.raises(BadInput, match="two reports have prefill, 64, eager, a"):
         widths.rows_of([here, here])
+    with pytest.raises(BadInput, match="reference"):
+        widths.rows_of([here, bench_file(tmp_path / "other.json", machine="a", n_embd=32, variants="ba")])
     two = json.loads(Path(here).read_text())
     two["rows"][1]["batch"] = 4
     (tmp_path / "shapes.json").write_text(json.dumps(two))

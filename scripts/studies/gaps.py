@@ -196,6 +196,8 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
     found, kinds = {}, hints(Config)
     try:
         for row in csv.DictReader(Path(path).read_text().splitlines()):
+            if None in row.values():
+                raise ValueError("a row is cut short")
             seed, scale = int(row["seed"]), float(row["scale"]) if row["scale"] else None
             if k.seeds and seed not in k.seeds:
                 continue
@@ -381,7 +383,8 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         if lost := set(k.seeds or ()) - by_seed(cell.runs).keys():
             raise BadInput(f"--seeds={min(lost)}: {cell.what} has no run of it")
     if not any(cell.gaps for cell in found):
-        raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by")
+        lost = "".join(f"; left out, {folder}: {why}" for folder, why in ({} if again else left_out).items())
+        raise BadInput(f"no pair: no run has a {k.to} of its seed with the same values of --by{lost}")
     if k.against and all(cell.at is None for cell in found):
         raise BadInput(f"--against={k.against}: no run reads it")
     figures = Figures(k.out)

@@ -37,10 +37,16 @@ class Knobs:
     out: str = "results/demo.png"  # the picture
 
 
-def read_bars(path: Path) -> tuple[str, list[dict]]:
-    """(the machine, the benchmark's rows for its first batch and context). Raises: BadInput."""
+def read_bars(path: Path, settings: dict) -> tuple[str, list[dict]]:
+    """(the machine, the benchmark's rows for its first batch and context), of a network with the size that a
+    run's settings say. Raises: BadInput."""
     report = read_json(path, "python bench.py RUN --out=")
     try:
+        if (mode := report["settings"]["mode"]) != "prefill":
+            raise BadInput(f"{path} is of mode={mode}; the picture has prefill")
+        for knob in ("n_layer", "n_embd"):
+            if (there := report["model"][knob]) != settings[knob]:
+                raise BadInput(f"{path} is of a network with {knob}={there}, not the run's {settings[knob]}")
         rows = [row for row in report["rows"] if row["variant"] in BARS]
         shapes = [(row["batch"], row["seq"]) for row in rows]
         return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
@@ -143,7 +149,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) not in (1, 2) or k.bench is None:
         example = "python scripts/report.py picture out/demo out/demo-taper=none --bench=bench.json"
         raise BadInput(f"name a run, if you like one that kept its norms, and a benchmark: {example}")
-    runs, (machine, rows) = [load(Path(word)) for word in words], read_bars(Path(k.bench))
+    runs = [load(Path(word)) for word in words]
+    machine, rows = read_bars(Path(k.bench), runs[0].settings)
     alike = ("norm", "dataset", "max_iters", "n_layer", "n_embd", "batch_size", "learning_rate", "seed")
     kept = {"taper": "none"} | {knob: runs[0].settings[knob] for knob in alike}
     if any(run.settings[knob] != value for run in runs[1:] for knob, value in kept.items()):

@@ -34,6 +34,7 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         try:
             here = {"mode": report["settings"]["mode"], "n_embd": report["model"]["n_embd"]}
             how = f"{report['settings']['dtype']}, {report['settings']['iters']} rounds"
+            how += f", to {report['settings']['variants'][0]}"
             if not report["rows"]:
                 raise LookupError("no rows")
             for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
@@ -43,9 +44,8 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
         except (LookupError, TypeError) as e:
             raise BadInput(f"{path} is not a report of bench.py ({e!r}); name another") from None
     if len(places) != 1:
-        raise BadInput(
-            f"name reports of bench.py, of one machine, depth, shape and type, not {sorted(places)}"
-        )
+        alike = "of one machine, depth, shape, type and reference"
+        raise BadInput(f"name reports of bench.py, {alike}, not {sorted(places)}")
     points = [tuple(row[name] for name in COLUMNS[:4]) for row in rows]
     if twice := [point for point in points if points.count(point) > 1]:
         raise BadInput(f"two reports have {', '.join(map(str, twice[0]))}; name one of them")
