@@ -278,6 +278,8 @@ def find(name: str | Path, weights: bool = True) -> Path:
     name = str(name)
     if os.path.exists(name):
         return Path(name)
+    if not name:
+        raise BadInput("an empty path where a model is asked for; name a file or folder")
     said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin", ".gguf"))
     near, hint = [], ""
     with suppress(OSError):  # there is no such folder, or it may not be read

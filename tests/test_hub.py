@@ -481,9 +481,11 @@ def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
 
 def test_a_name_that_nothing_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("out/demo/model.pt", "/nowhere/at/all", "a/b/c", "../x", ""):
+    for name in ("out/demo/model.pt", "/nowhere/at/all", "a/b/c", "../x"):
         with refuses("no such file or folder"):
             find(name)
+    with refuses("an empty path where a model is asked for"):
+        find("")
 
     gone = Mock(side_effect=OSError("404 Client Error.\nRepository Not Found"))
     stand_in(monkeypatch, model_info=gone, snapshot_download=gone)
