@@ -94,8 +94,9 @@ def main():
     if cfg.compile:
         compiler_works(device)
     file, path = open_model(words[0])
-    model = from_file(file, path)
-    model = model.to(device, types_of(model)[0])  # of several types the widest
+    model = from_file(file, path).to(device)
+    if len(types := types_of(model)) > 1:  # which a product with a bias does not take
+        model = model.to(types[0])
     tokenizer = tokenizer_of(model, path, cfg.tokenizer)
     prompt = read_prompt(cfg.prompt)
     ids = prompt_ids(tokenizer, prompt, cfg.chat, model.config.sink_token)
