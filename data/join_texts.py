@@ -3,6 +3,7 @@
 python data/join_texts.py OUT IN IN
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,10 +15,12 @@ def main():
     if len(sys.argv) < 4:
         raise BadInput("name the file to write, and two to read")
     out, *texts = map(Path, sys.argv[1:])
-    contents = [text.read_bytes() for text in texts]
+    files = [text.open("rb") for text in texts]
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as f:
-        f.write(b"\n<|endoftext|>\n".join(contents))
+        for file in files:
+            f.write(b"\n<|endoftext|>\n" if f.tell() else b"")
+            shutil.copyfileobj(file, f)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,13 @@ def check_files(*paths: str | None):
             raise BadInput(f"{said}; give UTF-8 text in which a line {END} ends every document")
 
 
-def check_splits(text: str | None, val_text: str | None):
-    """Raises: BadInput for one split without the other, and for a path that is no file; None: the hub."""
+def check_splits(text: str | None, val_text: str | None, of_hub: set[str] = frozenset()):
+    """Raises: BadInput for one split without the other, for a path that is no file (None: the hub), and for
+    flags given that only the hub's text reads."""
     if (text is None) != (val_text is None):
         raise BadInput("--text and --val_text go together: give both for local files, neither for the hub")
+    if text is not None and of_hub:
+        raise BadInput(f"local files do not read --{min(of_hub)}; leave it out")
     check_files(text, val_text)
 
 

@@ -42,7 +42,6 @@ def set_up(cfg, ranks) -> tuple[torch.device, torch.dtype]:
     dtype = pick_dtype(cfg.dtype, device, cfg.n_embd)
     if cfg.optimizer == "adamw_8bit":
         refuse_eight_bits(cfg, dtype, device)
-    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # gains are wider than heads
     if cfg.cuda_graph:
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing can be captured on the default one
         warnings.filterwarnings("ignore", "This instance was constructed with capturable")  # AdamW's warm-up
@@ -114,6 +113,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # gains are wider than heads
     return device
 
 

@@ -30,10 +30,11 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
         return output
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not torch.isfinite(local(grad)).all()]
-    said = [f"gradient of {name}" for name in bad[-1:]]
+    if entries := ranks.first_word(*(f"gradient of {name}" for name in bad[-1:])):
+        return entries
     norms = {name: local(grad).norm() for name, grad in grads.items()}
     large = [name for name, norm in norms.items() if not torch.isfinite(norm)]
-    said += [f"norm of the gradient of {name}, which is finite itself" for name in large[-1:]]
+    said = [f"norm of the gradient of {name}, which is finite itself" for name in large[-1:]]
     if norms and not torch.isfinite(torch.stack([*norms.values()]).norm()):
         said.append("norm of all gradients together, each of which is finite")
     return ranks.first_word(*said) or "value that does not show again here"

@@ -35,7 +35,7 @@ from data import corpus_folder, open_corpus, refuse_other_tokens, write_tokenize
 from data.sampling import spread_starts, windows
 from data.tokenizer import load_tokenizer
 from forms import config_of
-from model import RMSNorm, Transformer
+from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergences
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
@@ -95,6 +95,8 @@ def measure(model: Transformer, batches) -> tuple[torch.Tensor, dict[str, torch.
         for idx in batches:
             model(idx, last_only=True)
             tokens += torch.tensor([len(idx), idx.numel() - len(idx)]).view(2, 1, 1)
+    if not products.isfinite().all():
+        raise BadInput("the network's stream is not finite on this text, and no scale can be fitted to it")
     ways = {"layer": False, "floor": True}
     own = {way: torch.stack([fit(p, of) for p in products], 1) for way, of in ways.items()}
     own["ratio"] = torch.stack((ratios / tokens[1, 0], torch.zeros_like(ratios)))
@@ -129,6 +131,16 @@ def chosen(kls: dict[tuple, float], cfg: Couple) -> tuple:
 
 # ---------------------------------------------------------------------------------------------------------
 # coupled
+
+
+def whole_rmsnorm(file: dict, path: Path) -> ModelConfig:
+    """The architecture of a file whose norms CoupledNorm can take the place of. Raises: BadInput."""
+    base = config_of(file, path)
+    if base.norm != "rmsnorm":
+        raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
+    if base.taper != "none" and (base.form != "trained" or phase_and_gates(file, path)[0] != "norm"):
+        raise BadInput(f"{path} has begun to taper; CoupledNorm takes the place of norms that are whole")
+    return base
 
 
 def coupled(file: dict, path: Path, keep: int, numbers) -> Transformer:
@@ -232,11 +244,7 @@ def main():
     keep_freed_memory()
     device = pick_device(cfg.device)
     file, path = given_weights(words[0])
-    base = config_of(file, path)
-    if base.norm != "rmsnorm":
-        raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
-    if base.taper != "none" and (base.form != "trained" or phase_and_gates(file, path)[0] != "norm"):
-        raise BadInput(f"{path} has begun to taper; CoupledNorm takes the place of norms that are whole")
+    base = whole_rmsnorm(file, path)
     if cfg.keep != "auto" and cfg.keep >= base.n_layer:
         raise BadInput(f"keep={cfg.keep} leaves none of the {base.n_layer} blocks of {path} to couple")
     T = min(cfg.window, base.longest_text)

@@ -83,8 +83,8 @@ def main():
         names = [*names, *zoo.NAMES]
     if not names and not knobs.checkpoint:
         raise BadInput(f"name architectures ({', '.join(zoo.NAMES)}), or give --all, or --checkpoint=DIR")
-    if names and knobs.checkpoint:
-        raise BadInput("--checkpoint=DIR is one model; name no architectures beside it")
+    if knobs.checkpoint and (names or knobs.layers):
+        raise BadInput("--checkpoint=DIR is one model; name no architectures or --layers beside it")
     for name in names:
         zoo.check_name(name)
     torch.manual_seed(knobs.seed)

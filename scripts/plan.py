@@ -40,7 +40,7 @@ from nanonorm.hub import find, is_pretrained, read_config
 from nanonorm.kernels import LOGITS_AT_ONCE, WHOLE_LOGITS, turned_off
 from nanonorm.log import say
 from nanonorm.machine import refuse_beside_eight_bits
-from nanonorm.run import open_model
+from nanonorm.run import beginning_in, open_model
 from nanonorm.typed import Count, Positive
 
 LEFT = 0.1  # of a card
@@ -117,7 +117,7 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
     """(settings, the network that trains, the module that is called) of a run, on the meta device, in the
     types that begin.make_trained gives them."""
     teacher = None
-    if asked.init_from in ("scratch", "resume", "auto"):
+    if asked.init_from == "scratch":
         corpus, cfg = corpus_of(asked.dataset), asked.resolve()
         shape = cfg.model_config(corpus.vocab_size if corpus else None)
         model = skeleton(shape, "this run", trains=True)
@@ -258,7 +258,11 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
 
 
 def main():
-    asked, explicit, _ = parse(Plan, sys.argv[1:], files=True, usage=__doc__)
+    asked, explicit, files = parse(Plan, sys.argv[1:], files=True, usage=__doc__)
+    if asked.init_from == "resume":
+        raise BadInput("--init_from=resume: name the run's own config and flags, and what it began from")
+    if asked.init_from == "auto":
+        asked.init_from = beginning_in(files, Plan)
     if asked.ranks > 1 and asked.gradient_accumulation_steps % asked.ranks:
         steps = f"gradient_accumulation_steps={asked.gradient_accumulation_steps}"
         raise BadInput(f"{steps} must be a multiple of the {asked.ranks} ranks")

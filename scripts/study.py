@@ -343,14 +343,18 @@ def main() -> int:
             os.environ["HF_HUB_OFFLINE"] = "1"
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
-        values = values_of(study, k, given, fixed)
+        try:
+            values = values_of(study, k, given, fixed)
+            steps = steps_of(study, values, k)
+        except KeyError as e:
+            raise BadInput(f"a value or a step names {{{e.args[0]}}}, and the study has none of it") from None
         if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)
         Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
         Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
         exit_on_signals()
-        return Study(steps_of(study, values, k), k, Path(fixed["runs"], f"{names[0]}.study.json")).work()
+        return Study(steps, k, Path(fixed["runs"], f"{names[0]}.study.json")).work()
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def test_local_text_will_do_and_what_is_wrong_is_one_line(name, tmp_path, monkey
     assert (meta["train_documents"], meta["source"]) == (2, "train.txt (train) and val.txt (val)")
     cases = [(["--text=train.txt"], "go together"), (["word"], "unexpected word")]
     cases += [(["--text=x", "--val_text=y"], "is not a file")]
+    if name != "tinystories":
+        cases += [([*files, "--revision=1"], "local files do not read --revision")]
     for flags, said in cases:
         assert said in refused(capsys, f"--tokenizer={own}", *flags, "--out_dir=no", **how)
     unreachable = Mock(side_effect=OSError("no network"))

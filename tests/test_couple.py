@@ -184,12 +184,17 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
     tapered = tiny("rmsnorm-internal", vocab_size=400)
     for form, model in (("scale", tapered), ("folded", fold(tapered))):
         torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / f"{form}.pt")
+    own = {"corpus": json.loads((corpus / "meta.json").read_text())}
+    far = tiny("rmsnorm", dtype=torch.float32, vocab_size=400).to_file(own)
+    far["state"]["blocks.0.mlp.down.weight"].mul_(1e30)
+    torch.save(far, tmp_path / "far.pt")
     for words, says in (
         ([*argv, f"--out={out}"], "is not an empty folder"),
         ([*argv, "--keep=3"], "keep=3"),
         ([*argv, "--window=1"], "window must be an int >= 2"),
         ([base], "name a network, a prepared corpus"),
         ([out, *argv[1:]], "has norm=coupled"),
+        ([tmp_path / "far.pt", *argv[1:]], "stream is not finite"),
         ([tmp_path / "layernorm.pt", *argv[1:]], "has norm=layernorm"),
         ([tmp_path / "scale.pt", *argv[1:]], "has begun to taper"),
         ([tmp_path / "folded.pt", *argv[1:]], "has begun to taper"),
@@ -252,6 +257,11 @@ def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     how = ("--tokens=512", "--compared=64", "--window=32", "--steps=3", "--kept=0,1", "--kl_kept=1")
     deep = refused(capsys, base, f"--data={corpus}", f"--out={out}", program="scripts/studies/alphas.py")
     assert "has 3 blocks: 4 cannot be kept; lower --kept, --kl_kept" in deep
+    torch.save(tiny("coupled", vocab_size=400).to_file({}), tmp_path / "coupled.pt")
+    torch.save(tiny("rmsnorm").to_file({"corpus": {"tokenizer_sha256": "another"}}), tmp_path / "other.pt")
+    for name, says in (("coupled", "has norm=coupled"), ("other", "is not in the tokens of")):
+        words = (tmp_path / f"{name}.pt", f"--data={corpus}", f"--out={out}", "--kept=0", "--kl_kept=0")
+        assert says in refused(capsys, *words, program="scripts/studies/alphas.py")
     train(base, f"--data={corpus}", f"--out={out}", *how, program="scripts/studies/alphas.py")
     rows = list(csv.DictReader((out / "choices.csv").open()))
     made = [("0", alphas.STATISTIC), ("1", (*alphas.STATISTIC, *alphas.KL))]

@@ -717,6 +717,7 @@ def test_the_command_prints_its_table(capsys):
         ([], "name architectures"),
         (["torch-prenorm", "gtp2"], "gpt2"),
         (["gpt2", "--checkpoint=x"], "name no architectures"),
+        (["--layers=7", "--checkpoint=x"], "name no architectures or --layers"),
         (["torch-prenorm", "--layers=0"], "layers must be"),
         (["torch-prenorm", f"--seed={2**70}"], "seed must be"),
         (["--chekpoint", "x"], "flags are written"),

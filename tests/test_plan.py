@@ -47,6 +47,16 @@ def test_the_weights_and_averages_of_a_network_that_is_there(ranks, capsys, monk
     assert found["AdamW's averages"] == sum(map(rows, averages))
 
 
+def test_a_beginning_is_what_the_run_would_begin_from(tmp_path, capsys, monkeypatch):
+    """--init_from=auto without a run yet: what the config file names; resume names no run."""
+    network = Transformer(plan.parse(plan.Plan, list(SMALL))[0].resolve().model_config())
+    torch.save(network.to_file({}), tmp_path / "weights.pt")
+    (tmp_path / "own.py").write_text(f"init_from = '{tmp_path / 'weights.pt'}'\n")
+    own = (str(tmp_path / "own.py"), "--dataset=no/corpus", "--device=cpu")
+    assert planned(capsys, monkeypatch, *own, "--init_from=auto") == planned(capsys, monkeypatch, *own)
+    assert "the run's own config" in refused(capsys, *SMALL, "--init_from=resume", program="scripts/plan.py")
+
+
 TAPERED = ("--norm=rmsnorm", "--taper=all", "--taper_ceiling=2")
 
 

@@ -86,6 +86,8 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="129 tokens do not fit into 16"):
+        peers.refuse(peers.Peers(network=str(tmp_path), mode="prefill"))
 
 
 def steady(name, gap_s):

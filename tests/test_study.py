@@ -57,7 +57,8 @@ def test_every_step_is_a_command_that_is_there(name):
             k, files, axes = sweep.read_command(step.words)
             flags = [f"--{name}={value}" for name, values in axes.items() for value in values]
             parse(Config, files + flags, files=True)
-            assert files and all((ROOT / file.partition(":")[0]).is_file() for file in files)
+            assert all((ROOT / file.partition(":")[0]).is_file() for file in files)
+            assert files or step.kind == "train", step
             assert (step.kind == "sweep") == ("out_dir" not in axes) == (k.out != "out/sweep")
 
 
@@ -136,6 +137,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
+        (["folding", "--try", "--shape=--n_layer={x}"], "names {x}"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
         (["gpu_speed"], "gpu_speed wants a GPU, and there is none; --try rehearses it"),

@@ -45,8 +45,8 @@ def texts(hub: HubSet, first: int, last: int | None):
 
 
 def main():
-    knobs, _ = parse_flags(Knobs, usage=__doc__)
-    check_splits(knobs.text, knobs.val_text)
+    knobs, explicit = parse_flags(Knobs, usage=__doc__)
+    check_splits(knobs.text, knobs.val_text, explicit & {"documents", "val_documents", "revision"})
     n_val, n = knobs.val_documents, knobs.documents
     if n is not None and n <= n_val:
         raise BadInput(f"documents={n} leaves none to train on beside val_documents={n_val}; raise it")

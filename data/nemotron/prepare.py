@@ -80,10 +80,11 @@ def conversations(rows, tokenizer: Tokenizer, first: int, last: int):
 
 
 def main():
-    knobs, _ = parse_flags(Knobs, usage=__doc__)
+    knobs, explicit = parse_flags(Knobs, usage=__doc__)
     if knobs.tokenizer is None:
         raise BadInput("name the checkpoint whose tokens are wanted: --tokenizer=PATH or a hub id")
-    check_splits(knobs.text, knobs.val_text)
+    of_hub = {"split", "conversations", "val_conversations", "revision"}
+    check_splits(knobs.text, knobs.val_text, explicit & of_hub)
     if knobs.text is None:
         hub = HubSet(HUB_NAME, "give local files with --text=... --val_text=...", knobs.revision)
     own = writer = open_tokenizer(knobs.tokenizer)

@@ -66,8 +66,8 @@ def texts(rows):
 
 
 def main():
-    knobs, _ = parse_flags(Knobs, usage=__doc__)
-    check_splits(knobs.text, knobs.val_text)
+    knobs, explicit = parse_flags(Knobs, usage=__doc__)
+    check_splits(knobs.text, knobs.val_text, explicit & {"hub", "revision"})
     if knobs.text is None:
         hub = HubSet(knobs.hub, "give local files with --text=... --val_text=...", knobs.revision)
     tokenizer = open_tokenizer(knobs.tokenizer)

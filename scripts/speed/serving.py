@@ -117,7 +117,7 @@ def export_of(source: str, contestant: Contestant, out: Path) -> Path:
 def rounds_of(k: Serving, vocabulary: int) -> list[dict]:
     """For each batch a warm-up and the rounds."""
     draw, asked = random.Random(k.seed), []
-    for size in k.batch:
+    for size in dict.fromkeys(k.batch):
         for tokens in (8, *[k.new_tokens] * k.rounds):
             prompts = [[draw.randrange(vocabulary) for _ in range(k.prompt)] for _ in range(size)]
             asked.append({"prompts": prompts, "tokens": tokens})

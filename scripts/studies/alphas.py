@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from begin import untapered  # not found? pip install -e .
-from data import corpus_folder, open_corpus
+from data import corpus_folder, open_corpus, refuse_other_tokens
 from data.sampling import spread_starts, windows
-from forms import config_of
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.figures import Figures
@@ -30,7 +29,7 @@ from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Whole
-from scripts.couple import compare, coupled, measure
+from scripts.couple import compare, coupled, measure, whole_rmsnorm
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
 KL = ("KL, one", "KL, each", "KL, floor")
@@ -140,11 +139,12 @@ def main():
     keep_freed_memory()
     figures = Figures(k.out)
     file, path = given_weights(words[0])
-    base = config_of(file, path)
+    base = whole_rmsnorm(file, path)
     if (most := max(k.kept + k.kl_kept)) >= base.n_layer:
         raise BadInput(f"{path} has {base.n_layer} blocks: {most} cannot be kept; lower --kept, --kl_kept")
     network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
     meta, train, val = open_corpus(corpus_folder(k.data), k.window)
+    refuse_other_tokens(meta, corpus_folder(k.data), file["meta"].get("corpus", {}), path)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)
     batches = [windows(train, starts[i : i + 8], k.window, "cpu")[0] for i in range(0, len(starts), 8)]
