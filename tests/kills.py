@@ -155,9 +155,8 @@ def two_ranks(folder: Path, corpus: Path, done: Counter, kills: int, rng):
             fault = {"at": kind, "n": rng.randrange(1, most), "do": "kill", "rank": rank}
         training = False
         with open(folder / "said", "w") as said:
-            process = launch(
-                *argv, ranks=2, fault=fault, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            how = {"stdout": said, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = launch(*argv, ranks=2, fault=fault, **how)
             if kind in ("job", "SIGTERM", "SIGINT"):
                 if rng.random() < 0.75:
                     training = until_it_trains(process, out / "metrics.jsonl")

@@ -48,10 +48,8 @@ def test_one_token_of_each_row_is_changed_where_the_block_reads_it(sink):
 
 def test_norms_forget_it_and_fixed_scalings_do_not():
     ids = batch()[0].numpy()
-    kept, gone = (
-        growth(tiny(name, phase="scale").eval(), ids, Knobs(delta=0.1)).left
-        for name in ("rmsnorm", "rmsnorm-internal")
-    )
+    models = (tiny(name, phase="scale").eval() for name in ("rmsnorm", "rmsnorm-internal"))
+    kept, gone = (growth(model, ids, Knobs(delta=0.1)).left for model in models)
     assert kept[-1] < 0.9 * kept[0] and gone[-1] > kept[-1]
 
 

@@ -109,9 +109,8 @@ def test_they_go_by_the_rule(watched, schedule, losses, cut):
             done = min(done + 1, last)
         if done == last and down_at is None:
             down_at = k + 1
-        assert gates.metrics() == pytest.approx(
-            {"gate/steps": done, "gate/excess": running - before}, abs=1e-6
-        )
+        excess = running - before
+        assert gates.metrics() == pytest.approx({"gate/steps": done, "gate/excess": excess}, abs=1e-6)
 
 
 def test_a_step_that_is_not_finite_moves_no_gate():
@@ -181,8 +180,7 @@ def test_a_run_that_waits(corpus, tmp_path, capsys):
     assert train("--init_from=resume", f"--out_dir={again}", expect=None) == status
     assert_same_run(run, again)
     assert_same(final(run)["progress"]["gates"], final(again)["progress"]["gates"])
-    assert "middle of its taper" in refused(
-        capsys, f"--init_from={run}", f"--dataset={corpus}", f"--out_dir={again}2"
-    )
+    another = (f"--init_from={run}", f"--dataset={corpus}", f"--out_dir={again}2")
+    assert "middle of its taper" in refused(capsys, *another)
     with torch.no_grad():
         assert load_model(run / "ckpt.pt")(torch.ones(1, 4, dtype=torch.long)).isfinite().all()  # at gate 0

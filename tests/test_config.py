@@ -88,10 +88,7 @@ def test_every_knob_of_a_command_has_a_type_a_comment_and_a_place_in_help(module
 
 
 def test_a_comment_is_of_its_line_or_the_next_or_heads_a_section(tmp_path, monkeypatch):
-    write(
-        tmp_path,
-        "two_knobs.py",
-        """
+    text = """
 from dataclasses import dataclass
 
 @dataclass
@@ -105,8 +102,8 @@ class Knobs:
     # another
     # of the fifth
     fifth: int = 5
-""",
-    )
+"""
+    write(tmp_path, "two_knobs.py", text)
     monkeypatch.syspath_prepend(tmp_path)
     notes, heads = comments(importlib.import_module("two_knobs").Knobs)
     assert notes == {

@@ -289,9 +289,8 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flags, said):
 
 def test_hub_stories_become_the_corpus(hub, tmp_path):
     splits = ("train", "validation")
-    hub.rows = {
-        split: [{"text": f"{split} {text}"} for text in ("one one", "two\n\ntwo \n")] for split in splits
-    }
+    said = ("one one", "two\n\ntwo \n")
+    hub.rows = {split: [{"text": f"{split} {text}"} for text in said] for split in splits}
     train(f"--out_dir={tmp_path / 'out'}", "--vocab_size=280", program=prepare_of("tinystories"))
     assert hub.asked == [("roneneldan/TinyStories", split, "abc123", True) for split in splits]
     meta, documents = check_manifest(tmp_path / "out")

@@ -65,9 +65,8 @@ def packs(of: dict) -> list[torch.Tensor]:
 
 def test_a_step_that_is_not_finite_changes_nothing():
     """Nor do those after it; though torchao's AdamW by itself would take it."""
-    step = sharded.begun(
-        "rmsnorm", Ranks(), False, torch.float32, optimizer="adamw_8bit", n_embd=64, vocab_size=61
-    )
+    knobs = {"optimizer": "adamw_8bit", "n_embd": 64, "vocab_size": 61}
+    step = sharded.begun("rmsnorm", Ranks(), False, torch.float32, **knobs)
 
     def infinite(module, args, losses):
         return losses._replace(total=losses.total * torch.nan) if step.at_step == 3 else None

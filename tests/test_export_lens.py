@@ -20,9 +20,8 @@ SHAPES = {  # what a network may have
     "qwen3": {"qk_norm": True, "taper_qk": True, "head_dim": 10, "n_kv_head": 1},
 }
 TAPERED = [(f"rmsnorm-{taper}", shape) for taper in ("internal", "all-aux") for shape in SHAPES.values()]
-TAPERED += [
-    (f"layernorm-{taper}", shape) for taper in ("internal-aux", "all", "all-nobias") for shape in ({}, GPT2)
-]
+CENTRED = ("layernorm-internal-aux", "layernorm-all", "layernorm-all-nobias")
+TAPERED += [(variant, shape) for variant in CENTRED for shape in ({}, GPT2)]
 TAPERED.append(("layernorm-all", {**GPT2, "calibration": "mean_scale"}))  # FakeLN
 KEPT = [("rmsnorm-internal", {"qk_norm": True}), ("cbwc", {}), ("cbwc", GPT2), ("rmsnorm-final", {})]
 WRITTEN = [f"blocks.{i}.hook_{part}_out" for i in range(2) for part in ("attn", "mlp")]

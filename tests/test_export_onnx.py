@@ -147,8 +147,7 @@ def test_bench_has_the_runtime(exported, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
-    [("--mode=decode", "no KV cache"), ("--dtype=bfloat16", "use --dtype=float32")],
+    ("flag", "says"), [("--mode=decode", "no KV cache"), ("--dtype=bfloat16", "use --dtype=float32")]
 )
 def test_bench_refuses_what_onnx_cannot(flag, says):
     with pytest.raises(BadInput, match=says):

@@ -8,6 +8,7 @@ import torch
 from conftest import VARIANTS, batch, scale_of_difference, tiny, tokens
 from hypothesis import given
 from hypothesis import strategies as st
+from test_generation import watch
 
 from begin import begun_from
 from forms import FORMS, fold, from_file, proved
@@ -115,10 +116,7 @@ def test_dropout_is_off_in_evaluation_and_in_all_three_places(monkeypatch):
     assert set(wrote.unique().tolist()) == {0.0, 2.0}
     weighted = [model.blocks[0].attn(torch.ones(2, 16, 24), None) for _ in range(2)]
     assert not torch.equal(*weighted)
-    calls, plain_dropout = [], torch.nn.functional.dropout
-    monkeypatch.setattr(
-        torch.nn.functional, "dropout", lambda *a, **k: calls.append(1) or plain_dropout(*a, **k)
-    )
+    calls = watch(monkeypatch, "torch.nn.functional.dropout", lambda *_, **__: 1)
     model(idx)
     assert len(calls) == 1 + 2 * model.config.n_layer  # the embedding; what attention and the MLP write
 

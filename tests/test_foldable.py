@@ -412,11 +412,7 @@ def test_operations_at_named_inputs():
 
 @pytest.mark.parametrize(
     ("answer", "item", "ops"),
-    [
-        (lambda h, x: {"h": h}, "h", 0),
-        (lambda h, x: (x.sum(), h), 1, 0),
-        (lambda h, x: (h, x.sum()), 0, 1),
-    ],
+    [(lambda h, x: {"h": h}, "h", 0), (lambda h, x: (x.sum(), h), 1, 0), (lambda h, x: (h, x.sum()), 0, 1)],
 )
 def test_operations_only_where_a_hook_gets_at_the_tensor(answer, item, ops):
     """Behind a module whose first tensor is not the one that others read there is none."""

@@ -163,9 +163,8 @@ def test_an_attention_takes_two_inputs(bias, n_kv_head):
     assert type(attention) is SplitAttention
     weights = list(attention.qkv.parameters())
     by_hand = attention.mixed(attention.heads(a)[0], attention.heads(b)[1], rope)
-    found = [
-        [y, *torch.autograd.grad((y**2).sum(), weights)] for y in (attention(a, rope, values=b), by_hand)
-    ]
+    both = (attention(a, rope, values=b), by_hand)
+    found = [[y, *torch.autograd.grad((y**2).sum(), weights)] for y in both]
     for ours, wanted in zip(*found, strict=True):
         assert scale_of_difference(ours, wanted) <= EXACT
     assert scale_of_difference(attention(a, rope, values=a), attention(a, rope)) <= EXACT

@@ -50,17 +50,13 @@ def test_a_removal_behind_the_last_step_has_no_row():
 def test_runs_that_cannot_be_compared_are_one_line():
     runs = {"vanilla": [run("vanilla", 1)], "fakeln": [run("fakeln", 1)]}
     r.refuse_what_cannot_be_compared(runs)
-    rarely = run("fakeln", 1)
-    rarely.settings["log_interval"] = 10
-    waits = run("fakeln", 1)
-    waits.settings["gate_budget"] = 0.1
-    at_once = run("fakeln", 1)
-    at_once.settings |= {"gate_schedule": "cosine", "gate_gaps": None}
-    for other, said in (
-        (run("fakeln", 2), "fakeln are of seeds"),
-        (rarely, "log_interval=10"),
-        (waits, "steps of their own"),
-        (at_once, "has gate_schedule=cosine"),
+    for seed, settings, said in (
+        (2, {}, "fakeln are of seeds"),
+        (1, {"log_interval": 10}, "log_interval=10"),
+        (1, {"gate_budget": 0.1}, "steps of their own"),
+        (1, {"gate_schedule": "cosine", "gate_gaps": None}, "has gate_schedule=cosine"),
     ):
+        other = run("fakeln", seed)
+        other.settings |= settings
         with pytest.raises(BadInput, match=said):
             r.refuse_what_cannot_be_compared(runs | {"fakeln": [other]})

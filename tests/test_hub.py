@@ -208,9 +208,8 @@ def test_llama_as_the_hub_has_it(kind, tmp_path):
     theirs.save_pretrained(tmp_path)
     scaling = {kind if k == "rope_type" else k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     change(tmp_path, rope_parameters=None, rope_theta=LLAMA3["rope_theta"], rope_scaling=scaling)
-    change(
-        tmp_path, rms_norm_eps=None, architectures=None, dtype=None, torch_dtype="float64", pretraining_tp=2
-    )
+    left_out = dict.fromkeys(("rms_norm_eps", "architectures", "dtype"))
+    change(tmp_path, **left_out, torch_dtype="float64", pretraining_tp=2)
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
     change_tensors(tmp_path, lambda tensors: tensors | frequencies)
     assert_same_logits(tmp_path, theirs, 60)

@@ -52,9 +52,7 @@ def run(*words) -> dict:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
     if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip(
-            "this CPU has no bfloat16 arithmetic, and the proof takes it more than a quarter of an hour"
-        )
+        pytest.skip("this CPU has no bfloat16 arithmetic: the proof takes it a quarter of an hour and more")
     path = str(tmp_path / "model.pt")
     weights = run(path, json.dumps(SHAPE), dtype, "make")["weights"]
     took = run(path, json.dumps(SHAPE), dtype, "folded")

@@ -101,10 +101,9 @@ def test_dropout_keeps_no_weights_of_attention(capsys, monkeypatch):
 def test_gathered_matrices_are_no_activations(capsys, monkeypatch):
     """In bfloat16 autocast copies a matrix and autograd keeps the copy; a sharded run lets go of it."""
     argv = [word for word in SMALL if not word.startswith(("--dtype", "--shard"))]
-    alone, spread = (
-        planned(capsys, monkeypatch, *argv, "--dtype=bfloat16", f"--shard={shard}")["parts"]
-        for shard in (False, True)
-    )
+    argv.append("--dtype=bfloat16")
+    both = (f"--shard={shard}" for shard in (False, True))
+    alone, spread = (planned(capsys, monkeypatch, *argv, shard)["parts"] for shard in both)
     model = Transformer(plan.parse(plan.Plan, list(SMALL))[0].resolve().model_config())
     matrices = sum(p.numel() for name, p in model.blocks.named_parameters() if p.dim() == 2)
     assert alone["activations"] - spread["activations"] == pytest.approx(2 * matrices, rel=0.02)
@@ -163,9 +162,8 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
     """By what docs/sharding.md says of it, on one card and on each of two; of logits too."""
     said = " ".join((ROOT / "docs/sharding.md").read_text().split())
     path = str(ROOT / "config/gpt2.py") + ":xl_fakeln"
-    alone, spread = (
-        planned(capsys, monkeypatch, path, *more) for more in ((), ("--ranks=2", "--shard=True"))
-    )
+    two = ("--ranks=2", "--shard=True")
+    alone, spread = (planned(capsys, monkeypatch, path, *more) for more in ((), two))
     narrow = planned(capsys, monkeypatch, path, "--optimizer=adamw_8bit")
     assert f"counts {narrow['bytes'] / 1e9:.1f} GB for GPT-2 XL then" in said
     assert alone["fits"] and spread["fits"]

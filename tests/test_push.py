@@ -120,11 +120,8 @@ def test_the_hub_reads_what_the_run_knows(to, library, saved, tmp_path):
     assert data.model_name == "it" and set(data.tags) == {"nanonorm", to}
     loss, bits = data.eval_results
     assert (loss.metric_type, loss.metric_value, bits.metric_value) == ("loss", 2.5, 0.75)
-    assert (loss.dataset_type, loss.dataset_split, loss.dataset_revision) == (
-        "somebody/stories",
-        "validation",
-        "0123abc",
-    )
+    of = (loss.dataset_type, loss.dataset_split, loss.dataset_revision)
+    assert of == ("somebody/stories", "validation", "0123abc")
     raw = hub.metadata_load(out / "README.md")
     again = hub.ModelCardData(**raw).to_dict()  # as the client would write it
     assert raw.keys() == again.keys() and raw["model-index"] == again["model-index"]

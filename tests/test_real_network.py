@@ -26,6 +26,8 @@ from test_convert import CONVERT, convert, facts, opened
 from test_export_gguf import TEXT
 from test_gguf import assert_as_transformers, assert_same_values, values
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(smollm2, tmp_path_factory) -> Path:
@@ -64,22 +66,17 @@ def said_by_transformers(folder: Path, prompt: str, n: int, chat: bool = False) 
     return own.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.slow
 def test_it_talks_as_in_transformers(smollm2, folder, capsys):
     prompt, n = "The capital of France is", 32
-    text = said_by(smollm2, capsys, f"--prompt={prompt}", f"--max_new_tokens={n}")
+    how = (f"--prompt={prompt}", f"--max_new_tokens={n}")
+    text, again = (said_by(network, capsys, *how) for network in (smollm2, folder))
     assert text.startswith(f"{prompt} Paris.")
-    assert (
-        text
-        == prompt + said_by_transformers(folder, prompt, n)
-        == said_by(folder, capsys, f"--prompt={prompt}", f"--max_new_tokens={n}")
-    )
+    assert text == again == prompt + said_by_transformers(folder, prompt, n)
     question = "What is the capital of France?"
     reply = said_by(smollm2, capsys, "--chat=True", f"--prompt={question}", f"--max_new_tokens={n}")
     assert "Paris" in reply and reply == said_by_transformers(folder, question, n, chat=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "form, network, gains", [("weightless", "smollm2", 0), ("folded", "half_coupled", 2 * 2 + 1)]
 )
@@ -93,7 +90,6 @@ def test_its_fold_is_proved(form, network, gains, request):
     assert errors["float64"] < FOLD_TOLERANCE[torch.float64] and errors["float32"] < 1e-4
 
 
-@pytest.mark.slow
 def test_every_export_that_can_hold_it(smollm2, half_coupled, folder, tmp_path, capsys, code_cache):
     """The class that it is, by --to=hf; coupled, that class with our norms; ONNX of both; and the reason why
     a stock class cannot compute it."""
@@ -123,13 +119,11 @@ def source_texts(n: int) -> list[str]:
     return texts[:n]
 
 
-@pytest.mark.slow
 def test_a_trained_network_is_what_transformers_reads(smollm2):
     ids = torch.tensor(load_tokenizer(smollm2).encode(TEXT)[:512])[None]
     assert_as_transformers(smollm2, ids)
 
 
-@pytest.mark.slow
 def test_its_tokens_are_llama_cpps_and_transformers_own(smollm2, folder):
     """In transformers from the folder that we write. From the GGUF file it reads others where white space
     stands before a digit, which it then cuts as GPT-2 does."""
@@ -139,17 +133,16 @@ def test_its_tokens_are_llama_cpps_and_transformers_own(smollm2, folder):
     asked = {"path": str(smollm2), "rows": [[1, 2]], "positions": [0], "top": 1, "choice": 30, "threads": 1}
     ours = own.encode_batch(texts)
     assert ours == export.llama_cpp(asked | {"texts": texts})["tokens"]
-    theirs = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)(
-        texts, add_special_tokens=False
-    )
-    differ = [text for text, a, b in zip(texts, ours, theirs["input_ids"], strict=True) if a != b]
+    by_file = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    by_folder = AutoTokenizer.from_pretrained(folder)
+    theirs, ids = (read(texts, add_special_tokens=False)["input_ids"] for read in (by_file, by_folder))
+    differ = [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
     assert len(differ) < 400 and all(re.search(r"\s\s\d", text) for text in differ)
-    assert AutoTokenizer.from_pretrained(folder)(texts, add_special_tokens=False)["input_ids"] == ours
+    assert ids == ours
     chat = [{"role": "user", "content": "Hi"}]
     assert own.decode(own.chat(chat)).endswith("user\nHi\nassistant\n")
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_llama_cpps_quantized_kernels_differ_by_this_much(smollm2):
     """They round activations to 8 bits: 2% of the logits' spread, where float32 is off by 1e-5."""
@@ -164,7 +157,6 @@ def test_llama_cpps_quantized_kernels_differ_by_this_much(smollm2):
     assert 1e-4 < error < 0.05
 
 
-@pytest.mark.slow
 def test_a_trained_network_goes_there_and_back(smollm2, tmp_path):
     """Every bit; and llama.cpp, on the float32 file, says the same 64 greedy tokens."""
     model, own = from_file(*open_model(smollm2)), load_tokenizer(smollm2)

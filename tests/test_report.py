@@ -410,9 +410,8 @@ def test_networks_on_held_out_texts_are_compared_by_pairs_of_a_seed(tmp_path, ca
         "| kept less no-norm | 2 | -0.0200 ± 0.0000 |",
     ]
     (said,) = capsys.readouterr().err.splitlines()
-    assert "--pairs=kept-nothing is left out" in said and said.endswith(
-        "there are base, vanilla, no-norm, kept"
-    )
+    assert "--pairs=kept-nothing is left out" in said
+    assert said.endswith("there are base, vanilla, no-norm, kept")
     path.write_text(json.dumps({"rows": rows[:1]}))
     assert "no other network" in refused(capsys, "held_out", path, f"--out={tmp_path}", program=REPORT)
 
@@ -456,9 +455,8 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
     own, theirs = [text.get_text() for text in loss.texts][:3], [text.get_text() for text in loss.texts][3:]
     assert own == said and theirs[-1] == f"norms kept: {load(kept).loss:.2f}"
-    assert [mark.lines[0].get_xdata()[0] for mark in speed.containers] == pytest.approx(
-        [1, 1.1, 1.2, 1.3, 1.4]
-    )
+    middles = [mark.lines[0].get_xdata()[0] for mark in speed.containers]
+    assert middles == pytest.approx([1, 1.1, 1.2, 1.3, 1.4])
     assert [text.get_text() for text in speed.texts] == ["1.00x", "1.10x", "1.20x", "1.30x", "1.40x"]
 
 

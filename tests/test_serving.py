@@ -44,9 +44,8 @@ def test_the_rounds_of_a_process():
     """Of each batch one to warm up, which is not counted; the same prompts for all who have this seed."""
     k = serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, rounds=2)
     asked = serving.rounds_of(k, 50)
-    assert [(len(each["prompts"]), each["tokens"]) for each in asked] == [
-        (size, tokens) for size in (1, 3) for tokens in (8, 9, 9)
-    ]
+    sizes = [(len(each["prompts"]), each["tokens"]) for each in asked]
+    assert sizes == [(size, tokens) for size in (1, 3) for tokens in (8, 9, 9)]
     prompts = [tuple(prompt) for each in asked for prompt in each["prompts"]]
     assert {len(prompt) for prompt in prompts} == {5} and len(set(prompts)) == len(prompts)
     assert {i for prompt in prompts for i in prompt} <= set(range(50))

@@ -263,13 +263,11 @@ def test_a_checkpoint_in_parts_is_the_same_checkpoint(plain, capsys):
     assert_same_log(plain, alone, 1e-12)
     small, joined = final(alone), read_file(alone / "ckpt.pt")
     assert all(t.dim() < 2 for t in small["state"].values()) and "parts" in small
-    assert {path.name for path in alone.glob("*.parts")} == {
-        final_of["parts"]["folder"] for final_of in (small, torch.load(alone / "ckpt.prev.pt"))
-    }
+    named = {file["parts"]["folder"] for file in (small, torch.load(alone / "ckpt.prev.pt"))}
+    assert {path.name for path in alone.glob("*.parts")} == named
     for file in (joined, whole := final(plain)):
-        file["state"] |= {
-            f"{i}.{k}": t for i, of in file["optimizer"]["state"].items() for k, t in of.items()
-        }
+        averages = file["optimizer"]["state"].items()
+        file["state"] |= {f"{i}.{k}": t for i, of in averages for k, t in of.items()}
     assert joined["state"].keys() == whole["state"].keys()
     for name, tensor in whole["state"].items():
         torch.testing.assert_close(joined["state"][name], tensor, rtol=1e-10, atol=1e-12, msg=name)

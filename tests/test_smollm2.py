@@ -57,14 +57,8 @@ def mix(tmp_path, monkeypatch, *more: str) -> Path:
         folders[-1].mkdir()
         splits = (lambda parts=parts: parts, lambda parts=parts: parts[:9])
         data.prepare(*splits, folders[-1], None, letter, tokenizer)
-    flags = [
-        "--block_size=8",
-        "--train_tokens=80",
-        "--val_tokens=24",
-        f"--out_dir={tmp_path / 'mixed'}",
-        *more,
-    ]
-    monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, folders), *flags])
+    flags = ["--block_size=8", "--train_tokens=80", "--val_tokens=24", f"--out_dir={tmp_path / 'mixed'}"]
+    monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, folders), *flags, *more])
     main()
     return tmp_path / "mixed"
 
@@ -116,12 +110,8 @@ def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path, capsys)
     text.write_text("\n<|endoftext|>\n".join(documents))
     found = passages(text)
     assert len(found) == 20 * 3 and all(len({word.split(".")[0] for word in words}) == 1 for words in found)
-    made = made_items(text, 12, np.random.default_rng(3))
-    assert (
-        made
-        == made_items(text, 12, np.random.default_rng(3))
-        != made_items(text, 12, np.random.default_rng(4))
-    )
+    made, again, other = (made_items(text, 12, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    assert made == again != other
     ends = [end for item in made for end in item["ends"]]
     assert len(set(ends)) == 60 and len({item["answer"] for item in made}) == 5
     for item in made:

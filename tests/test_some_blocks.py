@@ -43,14 +43,11 @@ def test_a_fold_takes_the_norms_above_alone():
     model, idx = tiny("layernorm-all-from-1", **QK, n_layer=3, norm_eps=1e-3).eval(), tokens(2, 16)
     assert not any(isinstance(m, Taper) for m in model.blocks[0].modules())
     folded = fold(model)
-    assert norm_names(folded) == [
-        f"blocks.0.{norm}" for norm in ("norm_attn", "attn.norm_q", "attn.norm_k", "norm_mlp")
-    ]
+    kept = ("norm_attn", "attn.norm_q", "attn.norm_k", "norm_mlp")
+    assert norm_names(folded) == [f"blocks.0.{norm}" for norm in kept]
     with torch.no_grad():
         assert scale_of_difference(folded(idx), model(idx)) <= 1e-9
-    assert torch.equal(
-        folded.generate(idx[:, :4], 6, temperature=0), model.generate(idx[:, :4], 6, temperature=0)
-    )
+    assert torch.equal(*(network.generate(idx[:, :4], 6, temperature=0) for network in (folded, model)))
 
 
 def test_one_by_one_begins_with_the_first_block_that_tapers():
@@ -87,16 +84,10 @@ def test_a_run_of_some_blocks(corpus, tmp_path, capsys):
     folded = load_model(tmp_path / "run/folded.pt")
     assert norm_names(folded) == ["blocks.0.norm_attn", "blocks.0.norm_mlp", "norm_final"]
     assert folded.meta["fold_error"]["float64"] <= 1e-9
-    assert {name for name in metrics(tmp_path / "run")[-1] if "/c." in name} == {
-        "taper/c.1.attn",
-        "taper/c.1.mlp",
-    }
-    more = [
-        f"--init_from={tmp_path / 'run/unfused.pt'}",
-        f"--dataset={corpus}",
-        f"--out_dir={tmp_path / 'more'}",
-    ]
-    more += ["--max_iters=2", "--device=cpu", "--batch_size=4"]
+    logged = {name for name in metrics(tmp_path / "run")[-1] if "/c." in name}
+    assert logged == {"taper/c.1.attn", "taper/c.1.mlp"}
+    more = [f"--init_from={tmp_path / 'run/unfused.pt'}", f"--dataset={corpus}", "--max_iters=2"]
+    more += [f"--out_dir={tmp_path / 'more'}", "--device=cpu", "--batch_size=4"]
     assert "taper_from_layer=0 contradicts" in refused(capsys, *more, "--taper_from_layer=0")
     train(*more)
     assert norm_names(load_model(tmp_path / "more/folded.pt")) == norm_names(folded)
