@@ -28,6 +28,7 @@ from data import prepare  # noqa: E402
 from data.tokenizer import END, load_tokenizer  # noqa: E402
 from model import NORMS, ModelConfig, Norm, Taper, Transformer  # noqa: E402
 from nanonorm.errors import BadFile, BadInput, ModelError  # noqa: E402
+from nanonorm.files import write_file  # noqa: E402
 
 # the matrices are tiny: a second thread costs more than it brings, and one is reproducible
 torch.set_num_threads(1)
@@ -62,6 +63,7 @@ VARIANTS = {
                            "aux_weight": 0.1, "anchor_target": "batch"},
 }  # fmt: skip
 VARIANTS |= {norm: {"norm": norm} for norm in NORMS if norm not in VARIANTS}  # one that was added
+GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True}  # the shape of its networks
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -248,6 +250,20 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def saved(corpus, tmp_path):
+    """A function that writes a network as a model file beside the corpus's tokenizer; returns its path."""
+
+    def save(model: Transformer, name: str = "model.pt", **meta) -> Path:
+        folder = tmp_path / "source"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+        write_file(model.to_file({"phase": model.phase, "gate": 0.0, **meta}), folder / name)
+        return folder / name
+
+    return save
+
+
 BPE_SIZE = 256 + 60 + 1  # bytes, merges, the end token
 
 
@@ -268,6 +284,14 @@ def bpe_corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def one_thread():
     torch.set_num_threads(1)  # as in launch(): the bits depend on the number of threads
+
+
+@pytest.fixture(scope="session")
+def base(corpus, tmp_path_factory) -> Path:
+    """A short run of three blocks with their norms, for others to start from."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    train(*flags(out, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -37,10 +37,10 @@ from running import assert_same_run, flags, launch, train  # noqa: E402
 from data import prepare  # noqa: E402
 from nanonorm.files import read_file  # noqa: E402
 
-RUN = dict(
-    max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12,
-    log_interval=3, init_from="auto",
-)  # fmt: skip
+SHORT = dict(
+    max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3
+)
+RUN = SHORT | {"init_from": "auto"}
 TWO = dict(gradient_accumulation_steps=2, batch_size=2)
 
 

@@ -97,6 +97,28 @@ def killed(argv, at: str, n: int):
     assert process.wait(timeout=300) == -signal.SIGKILL
 
 
+def gguf_file(path: Path, file: dict, arch: str) -> Path:
+    """A plain network as a GGUF file of its own numbers, without a tokenizer."""
+    from gguf import GGUFWriter
+
+    from scripts.exports import gguf
+
+    writer = GGUFWriter(path, arch)
+    gguf.add_shape(writer, file["config"], arch)
+    for name, t in gguf.tensors(file["config"], file["state"], arch):
+        writer.add_tensor(name, t.contiguous().numpy())
+    return finished(writer, path)
+
+
+def finished(writer, path: Path) -> Path:
+    """Write what a GGUFWriter has been given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 class Peak:
     """Linux: the process's own high-water mark of memory within a `with`, above what it had before, in bytes.
     The kernel keeps it, so no moment is missed however busy the machine is. Mapped files count."""

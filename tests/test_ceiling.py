@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from conftest import VARIANTS, batch, tiny
+from conftest import batch, tiny
+from test_taper import every_fitted
 
 from forms import export_files, proved
 from nanonorm.metrics import at_ceiling, limited
 from nanonorm.scale import ceilings
-
-TAPERS = [
-    name
-    for name, options in VARIANTS.items()
-    if options.get("taper", "none") != "none" and options.get("calibration") != "mean_scale"
-]
 
 
 def stretched(norm, h, share: float):
@@ -23,7 +18,7 @@ def stretched(norm, h, share: float):
 
 
 @pytest.mark.parametrize("phase", ["blend", "scale"])
-@pytest.mark.parametrize("variant", TAPERS)
+@every_fitted
 def test_the_fixed_branch_puts_out_at_most_so_many_times_the_norm(variant, phase):
     """But for norm_eps, which a smaller stream meets anew. A token below the ceiling is as it was."""
     model = tiny(variant, phase=phase, taper_ceiling=3.0)

@@ -21,7 +21,7 @@ from data.tokenizer_json import from_sentencepiece
 from forms import fold, from_file, unfuse
 from model import ModelConfig, Transformer
 from nanonorm.errors import exit_on_signals
-from nanonorm.files import write_file, writing
+from nanonorm.files import writing
 from nanonorm.run import open_model
 from scripts import convert as command
 from scripts import exports as shared
@@ -58,28 +58,14 @@ def network(shape: str, change: str = "baseline", dtype=torch.float64, **more) -
     return model.eval()
 
 
-@pytest.fixture
-def saved(corpus, tmp_path):
-    """A function that writes a network as a model file, with its tokenizer beside it; returns its path."""
-
-    def save(model: Transformer, name: str = "model.pt", **meta) -> Path:
-        folder = tmp_path / "source"
-        folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
-        write_file(model.to_file({"phase": model.phase, "gate": 0.0, **meta}), folder / name)
-        return folder / name
-
-    return save
-
-
 def convert(source: Path, to: str, out: Path, *more) -> Path:
     train(source, f"--to={to}", f"--out={out}", *more, program=CONVERT)
     return out
 
 
-def opened(folder: Path, dtype=torch.float64):
+def opened(folder: Path, dtype=torch.float64, **how):
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, trust_remote_code=True, dtype=dtype).eval()
+    return load(folder, trust_remote_code=True, dtype=dtype, **how).eval()
 
 
 def ids(*shape, seed: int = 0) -> torch.Tensor:

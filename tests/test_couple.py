@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import batch, scale_of_difference, tiny, tokens
-from running import flags, refused, train
+from running import refused, train
 from test_distill import every_family, student_of, taught_step, teacher_of
 
 from begin import untapered
@@ -25,14 +25,6 @@ from scripts.studies import alphas
 
 def rms(h, eps: float):
     return (h.square().sum(-1) / h.shape[-1] + eps).sqrt()
-
-
-@pytest.fixture(scope="module")
-def base(corpus, tmp_path_factory):
-    """A run of three blocks with their norms."""
-    out = tmp_path_factory.mktemp("base") / "run"
-    train(*flags(out, corpus, taper="none", aux_weight=0.0, max_iters=20, n_layer=3, gate_end=20))
-    return out
 
 
 @every_family

@@ -33,6 +33,7 @@ from nanonorm.files import ROOT
 from nanonorm.ranks import Ranks
 
 MODULES = [Path(json.__file__).read_text(), Path(re.__file__).read_text()]
+PARTS = [(text, True) for text in MODULES]
 SOURCE = [*MODULES, "\tif x:\n\t\treturn\n", "\0 \u2585 \u2581 caf\u00e9"]
 NASTY = [
     "\u2581", " ", "  ", "\n", "\r\n", "\t", "\0", END, "<unk>", "<0x0A>", "\U0001f600\ufe0f", "\ufeff",
@@ -167,20 +168,18 @@ def test_local_text_becomes_its_stories(tmp_path, monkeypatch, capfd):
 
 def test_after_one_that_stopped_no_file_of_another_tokenizer_stays(tmp_path, monkeypatch):
     """It had removed the old manifest already; a user's files in a folder without tokens are left alone."""
-    text = [(text, True) for text in MODULES]
     (tmp_path / "chat_template.jinja").touch()
-    data.prepare(lambda: text, lambda: text, tmp_path, 400, "old")
+    data.prepare(lambda: PARTS, lambda: PARTS, tmp_path, 400, "old")
     assert (tmp_path / "chat_template.jinja").exists()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data, "write_tokenizer", Mock(side_effect=KeyboardInterrupt))
-        data.prepare(lambda: text, lambda: text, tmp_path, 400, "stopped")
-    data.prepare(lambda: text, lambda: text, tmp_path, 400, "new")
+        data.prepare(lambda: PARTS, lambda: PARTS, tmp_path, 400, "stopped")
+    data.prepare(lambda: PARTS, lambda: PARTS, tmp_path, 400, "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
 def test_wherever_a_second_prepare_stops_no_manifest_is_false(tmp_path, monkeypatch):
-    old = [(text, True) for text in MODULES]
-    new = old[::-1]
+    old, new = PARTS, PARTS[::-1]
     for stop in (1, 2, 3, 4):
         data.prepare(lambda: old, lambda: old, tmp_path, 400, "old")
         stopped = Mock(wraps=os.replace, side_effect=[DEFAULT] * (stop - 1) + [KeyboardInterrupt])
@@ -203,8 +202,7 @@ def test_wherever_a_second_prepare_stops_no_manifest_is_false(tmp_path, monkeypa
 
 
 def test_an_opened_corpus_is_what_was_prepared(tmp_path):
-    parts = [(text, True) for text in MODULES]
-    prepared = data.prepare(lambda: parts, lambda: parts[:1], tmp_path, 400, "two modules")
+    prepared = data.prepare(lambda: PARTS, lambda: PARTS[:1], tmp_path, 400, "two modules")
     meta, *tokens = data.open_corpus(tmp_path, 64)
     for split, found in zip(("train", "val"), tokens, strict=True):
         content = (tmp_path / f"{split}.bin").read_bytes()
@@ -238,8 +236,7 @@ NEEDED = ("vocab_size", "tokenizer", "tokenizer_sha256", "train_tokens", "val_to
 
 def test_a_manifest_must_hold_what_a_reader_needs_and_be_right(tmp_path):
     """As others may write it. What else is in it is kept for the log."""
-    parts = [(text, True) for text in MODULES]
-    whole = data.prepare(lambda: parts, lambda: parts, tmp_path, 400, "two modules")
+    whole = data.prepare(lambda: PARTS, lambda: PARTS, tmp_path, 400, "two modules")
     few = {name: whole[name] for name in NEEDED} | {"note": "mine"}
     (tmp_path / "meta.json").write_text(json.dumps(few))
     meta, *_ = data.open_corpus(tmp_path, 64)

@@ -1,14 +1,13 @@
 """AdamW with averages of 8 bits: beside that of 32, in a checkpoint, after a bad step, and its bytes."""
 
 import itertools
-import json
-import sys
 
 import pytest
 import sharded
 import torch
 from conftest import batch
 from running import assert_goes_on_from, compiling, final, flags, metrics, refused, train
+from test_plan import planned
 
 from config import Config
 from model import ModelConfig, Transformer
@@ -16,7 +15,6 @@ from nanonorm.errors import BadInput
 from nanonorm.optimizer import make_optimizer
 from nanonorm.ranks import Ranks
 from nanonorm.run import load_optimizer
-from scripts import plan
 
 pytest.importorskip("torchao")
 RUN = {"optimizer": "adamw_8bit", "n_embd": 64, "max_iters": 24, "gate_start": 6, "gate_end": 16}
@@ -99,25 +97,22 @@ def test_it_is_the_same_compiled(corpus, tmp_path):
 
 
 def test_averages_of_another_kind_are_refused(tmp_path):
-    for kind, other in (("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")):
-        file = {"optimizer": begun(optimizer=kind)[1].state_dict(), "progress": {"iter": 1}}
+    kinds = ("adamw", "adamw_8bit", "adamw_8bit")
+    wide, narrow, short = (begun(optimizer=kind)[1].state_dict() for kind in kinds)
+    short["state"][1]["exp_avg"]["codes"] = torch.zeros(1, dtype=torch.uint8)
+    for state, other in ((wide, "adamw_8bit"), (narrow, "adamw"), (short, "adamw_8bit")):
+        file = {"optimizer": state, "progress": {"iter": 1}}
         with pytest.raises(BadInput, match="damaged"):
             load_optimizer(begun(optimizer=other)[1], file, tmp_path / "ckpt.pt")
-    file = {"optimizer": begun(optimizer="adamw_8bit")[1].state_dict(), "progress": {"iter": 1}}
-    file["optimizer"]["state"][1]["exp_avg"]["codes"] = torch.zeros(1, dtype=torch.uint8)
-    with pytest.raises(BadInput, match="damaged"):
-        load_optimizer(begun(optimizer="adamw_8bit")[1], file, tmp_path / "ckpt.pt")
 
 
 def test_they_take_the_bytes_that_are_planned(monkeypatch, capsys):
     """A byte a number, and 4 for a block of 256; what is small stays as it is."""
     shape = ("--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--vocab_size=61", "--device=cpu")
-    monkeypatch.setattr(sys, "argv", ["plan.py", *shape, "--optimizer=adamw_8bit", "--dataset=no/corpus"])
-    plan.main()
-    planned = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]["AdamW's averages"]
+    plan = planned(capsys, monkeypatch, *shape, "--optimizer=adamw_8bit", "--dataset=no/corpus")
     state = begun(optimizer="adamw_8bit")[1].state_dict()["state"]
     held = sum(t.nbytes for of in state.values() for t in packs(of) if t.dim())
-    assert planned == held
+    assert plan["parts"]["AdamW's averages"] == held
     wide = begun(optimizer="adamw")[1].state_dict()["state"]
     assert held < 0.3 * sum(t.nbytes for of in wide.values() for t in packs(of) if t.dim())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import refuses, slow, tiny
+from conftest import GPT2, refuses, slow, tiny
 
 from data.gguf import bytewise
 from data.tokenizer import load_tokenizer
@@ -18,7 +18,7 @@ GGUFReader = pytest.importorskip("gguf", reason="gguf is in requirements-export.
 pytest.importorskip("xllamacpp", reason="xllamacpp is in requirements-export.txt")
 
 TEXT = Path(argparse.__file__).read_text()
-GPT2 = dict(positions="learned", mlp="gelu", bias=True)
+ODD_TEXTS = ["It's 1234567 o'CLOCK, they'Ll say\t\tnow  \n\n x", "naïve 東京 😀 \r\n  if x:\n    pass"]
 NETWORKS = {  # name -> (variant, knobs, llama.cpp's architecture)
     "llama": ("rmsnorm-all-aux", dict(n_kv_head=2, head_dim=8, tie_embeddings=False), "llama"),
     "llama 3": ("rmsnorm-all-aux", dict(rope_base=100.0, rope_scaling=(8.0, 1.0, 4.0, 32.0)), "llama"),
@@ -154,12 +154,7 @@ def tokenizer_json(kind: str, folder: Path):
 def test_the_tokenizer_goes_in(kind, tmp_path):
     tokenizer = tokenizer_json(kind, tmp_path / "tokenizer")
     job = job_of(network("rmsnorm-all-aux"), tokenizer, tmp_path / "out")
-    texts = [
-        "It's 1234567 o'CLOCK, they'Ll say\t\tnow  \n\n x",
-        "naïve 東京 😀 \r\n  if x:\n    pass",
-        TEXT[500:900],
-    ]
-    spelled, decode = iter(texts), tokenizer.decode
+    spelled, decode = iter([*ODD_TEXTS, TEXT[500:900]]), tokenizer.decode
     tokenizer.decode = lambda ids: next(spelled, None) or decode(ids)  # the proof compares these too
     job.sample = job.sample.repeat(2, 1)[:3]
     gguf.write(job)

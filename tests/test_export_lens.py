@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import scale_of_difference, tiny, tokens
+from conftest import GPT2, scale_of_difference, tiny, tokens
 
 from data.tokenizer import load_tokenizer
 from forms import fold
@@ -12,7 +12,6 @@ from nanonorm.files import ROOT
 from scripts.exports import Job, hf
 
 pytest.importorskip("transformer_lens", reason="pip install -r requirements-export.txt")
-GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True}
 SHAPES = {  # what a network may have
     "llama": {"n_kv_head": 2, "rope_scaling": (8.0, 1.0, 4.0, 8.0), "bias": True},
     "llama-untied": {"tie_embeddings": False, "rope_base": 500.0},

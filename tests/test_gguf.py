@@ -11,7 +11,7 @@ import torch
 from conftest import refuses, same_state, scale_of_difference, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Peak, refused, train
+from running import Peak, finished, gguf_file, refused, train
 
 from data.tokenizer import load_tokenizer
 from forms import from_file
@@ -23,7 +23,7 @@ from sample import tokenizer_of
 from scripts.exports import gguf as export
 
 gguf = pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
-from test_export_gguf import NETWORKS, TEXT, job_of, network, tokenizer_json  # noqa: E402
+from test_export_gguf import NETWORKS, ODD_TEXTS, TEXT, job_of, network, tokenizer_json  # noqa: E402
 from test_hub import SIZES, exact_norms, made  # noqa: E402, F401
 
 VOCAB = 61
@@ -94,14 +94,6 @@ def written(path: Path, said: dict, tensors: dict, quantized: str = "F32") -> Pa
     return finished(out, path)
 
 
-def finished(writer, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @torch.no_grad()
 def assert_as_transformers(path: Path, idx) -> dict:
     """Logits within 1e-5 of the largest; returns the file as we read it."""
@@ -143,12 +135,8 @@ def assert_same_values(a: dict, b: dict):
 @pytest.mark.parametrize("quantized", ["F32", "Q4_1"])
 def test_there_and_back_has_every_bit(arch, quantized, tmp_path):
     path = write(tmp_path / "m.gguf", arch, quantized, tie_word_embeddings=False)
-    file, again = export.plain(from_file(read_pretrained(path), path)), tmp_path / "again.gguf"
-    writer = gguf.GGUFWriter(again, arch)
-    export.add_shape(writer, file["config"], arch)
-    for name, t in export.tensors(file["config"], file["state"], arch):
-        writer.add_tensor(name, t.contiguous().numpy())
-    finished(writer, again)
+    file = export.plain(from_file(read_pretrained(path), path))
+    again = gguf_file(tmp_path / "again.gguf", file, arch)
     assert_same_values(values(path), values(again))
     own = {key: value for key, value in header(path)[0].items() if key.startswith(f"{arch}.")}
     assert own.items() <= header(again)[0].items()
@@ -283,8 +271,7 @@ def test_a_command_says_one_line(sound, tmp_path, capsys):
 
 
 TEXTS = [
-    "It's 1234567 o'CLOCK, they'Ll say\t\tnow  \n\n x",
-    "naïve 東京 😀 \r\n  if x:\n    pass",
+    *ODD_TEXTS,
     "x  12 34\n    7 = 3.14  # 2",
     " leading, and <|endoftext|> spelled",
     TEXT[500:3000],
@@ -295,10 +282,7 @@ def with_tokenizer(path: Path, own) -> Path:
     """A GGUF file of nothing but a tokenizer, as our export writes it."""
     writer = gguf.GGUFWriter(path, "llama")
     export.add_tokenizer(writer, own, own.vocab_size + 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+    return finished(writer, path)
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "sentencepiece"])

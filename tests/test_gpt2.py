@@ -6,23 +6,54 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, norm_names, scale_of_difference, slow
-from protocols import PROTOCOLS, fine_tuned, random_gpt2
+from conftest import ROOT, norm_names, randomize, scale_of_difference, slow
 from running import train
 
 from config import Config, gpt2
 from forms import load_model
+from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.schedules import drop_steps, lr_at
 
-# --- whole runs
+# --- whole runs, at sizes that take seconds
+
+STEPS = 36
+TAPER = {"gate_start": 8, "gate_end": 24, "aux_weight": 0.1, "calib_skip_first": True}
+PROTOCOLS = {  # with two blocks FakeLN's last norm goes at step 8 + 2 (3 + 3 + 4) = 28
+    "vanilla": {},
+    "fakeln": {"taper": "all", "calibration": "mean_scale", "gate_schedule": "sequential", "gate_start": 8,
+               "gate_gaps": "3,3,4", "aux_weight": 0.1, "anchor_target": "batch"},
+    "internal": {"taper": "internal", **TAPER},
+    "all": {"taper": "all", **TAPER},
+}  # fmt: skip
+
+
+def random_gpt2(path: Path) -> Path:
+    """Write a tiny GPT-2 in float64 whose gains, shifts and biases are random."""
+    shape = {"vocab_size": 400, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    gpt2 = {"positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm", "norm_eps": 1e-5}
+    model = randomize(Transformer(ModelConfig(**shape, **gpt2)).double(), std=0.1)
+    torch.save(model.to_file({}), path)
+    return path
+
+
+def fine_tuned(protocol: str, out: Path, corpus: Path, weights: Path) -> Path:
+    """A whole run of a protocol in float64, with its exports."""
+    run = dict(
+        dataset=corpus, init_from=weights, out_dir=out, dtype="float64", device="cpu", max_iters=STEPS,
+        batch_size=2, gradient_accumulation_steps=2, learning_rate=6e-4, min_lr=3e-4, warmup_iters=10,
+        beta2=0.999, weight_decay=0.01, ema_rate=0.1, mask_end=True, eval_interval=STEPS, log_interval=1,
+        ckpt_interval=STEPS,
+    )  # fmt: skip
+    train(*(f"--{name}={value}" for name, value in {**run, **PROTOCOLS[protocol]}.items()))
+    return out
 
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """A function from protocol to its finished run, made when it is first asked for."""
     folder, made = tmp_path_factory.mktemp("gpt2"), {}
-    weights = random_gpt2(folder / "weights.pt", 400)
+    weights = random_gpt2(folder / "weights.pt")
 
     def run(protocol: str) -> Path:
         if protocol not in made:
@@ -103,15 +134,22 @@ every_size = pytest.mark.parametrize("size", FAKELN)
 
 
 @every_size
-def test_what_the_protocols_of_a_size_share(size):
+def test_what_the_protocols_of_a_size_share_and_the_windows_of_the_tapers(size):
     _, peak, least, warmup, horizon, steps, windows, *_ = FAKELN[size]
+    tapers_steps, tapers_warmup, start, end, weight = TAPERNORM[size]
+    assert tapers_steps == steps
     hub = {"s": "gpt2", "m": "gpt2-medium", "l": "gpt2-large", "xl": "gpt2-xl"}[size]
     for protocol in PROTOCOLS:
         c = settings(f"{size}_{protocol}")
         assert (c.init_from, c.dataset) == (hub, "openwebtext")
         assert c.batch_size * c.gradient_accumulation_steps == windows and c.block_size == 1024
         assert (c.learning_rate, c.min_lr, c.lr_decay_iters, c.max_iters) == (peak, least, horizon, steps)
-        assert c.warmup_iters == (TAPERNORM[size][1] if protocol in ("internal", "all") else warmup)
+        if protocol in ("internal", "all"):
+            assert (c.warmup_iters, c.gate_start, c.gate_end) == (tapers_warmup, start, end)
+            assert (c.taper, c.gate_schedule, c.calibration) == (protocol, "cosine", "least_squares")
+            assert (c.aux_weight, c.anchor_target, c.calib_skip_first) == (weight, "fixed", True)
+        else:
+            assert c.warmup_iters == warmup
         assert (c.beta1, c.beta2, c.weight_decay, c.grad_clip) == (0.9, 0.999, 0.01, 1.0)
         rate = 1.0 if protocol == "fakeln" else 0.1
         assert (c.dropout, c.mask_end, c.dtype, c.ema_rate) == (0.1, True, "bfloat16", rate)
@@ -139,16 +177,6 @@ def test_fakeln_removes_in_the_order_of_its_code(size):
     assert drop_steps(c, ["norm_final"]) == [firsts[3]]
     assert (c.taper, c.calibration, c.anchor_target) == ("all", "mean_scale", "batch")
     assert (c.gate_start, c.aux_weight) == (firsts[0], weight)
-
-
-@every_size
-def test_the_tapers_have_the_papers_windows(size):
-    steps, warmup, start, end, weight = TAPERNORM[size]
-    for protocol in ("internal", "all"):
-        c = settings(f"{size}_{protocol}")
-        assert (c.max_iters, c.warmup_iters, c.gate_start, c.gate_end) == (steps, warmup, start, end)
-        assert (c.taper, c.gate_schedule, c.calibration) == (protocol, "cosine", "least_squares")
-        assert (c.aux_weight, c.anchor_target, c.calib_skip_first) == (weight, "fixed", True)
 
 
 def test_the_small_runs_keep_the_schedule_of_gpt2_small():

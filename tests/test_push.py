@@ -4,14 +4,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock, create_autospec
 
 import pytest
-import test_convert
 from conftest import slow
 from running import refused
 from test_convert import CONVERT, convert, network, nothing_left
 
 hub = pytest.importorskip("huggingface_hub")
 pytest.importorskip("transformers")
-saved = test_convert.saved  # a fixture
 CORPUS = "somebody/stories on the Hugging Face hub, revision 0123abc"
 BASE = {"name": "somebody/tiny", "architecture": "LlamaForCausalLM", "license": "apache-2.0"}
 ADDRESS = "https://hub.example"
@@ -76,9 +74,7 @@ def test_an_export_is_pushed_as_it_stands(flags, private, stand_in, saved, capsy
         ("me/it", "hf_bad", "--push=me/it: the Hugging Face hub does not take it"),
     ],
 )
-def test_what_cannot_be_pushed_is_refused_at_once(
-    name, token, words, stand_in, saved, capsys, tmp_path, monkeypatch
-):
+def test_a_bad_push_is_refused_at_once(name, token, words, stand_in, saved, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setattr("scripts.convert.open_source", lambda *_: pytest.fail("went on"))
@@ -103,8 +99,7 @@ def test_without_a_network_it_is_one_line(saved, capsys, tmp_path, monkeypatch):
     assert "--push=me/it: the Hugging Face hub does not take it" in error and nothing_left(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the card
+# --- the card
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, slow
+from kills import SHORT, TWO
 from running import assert_same, assert_same_run, final, flags, killed, launch, metrics, ran, refused, train
 
 import forms
@@ -28,10 +29,6 @@ from nanonorm.errors import BadFile
 from nanonorm.files import hold_folder, read_file
 from nanonorm.log import spike
 from nanonorm.run import open_model
-
-SHORT = dict(
-    max_iters=24, warmup_iters=3, gate_start=8, gate_end=18, ckpt_interval=5, eval_interval=12, log_interval=3
-)
 
 
 @pytest.fixture(scope="session")
@@ -187,10 +184,8 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
     [("write", "ENOSPC", 1), slow("fsync", "EIO", 1), slow("replace", "EROFS", 1)]
     + [slow(call, "ENOSPC", 4) for call in ("write", "log", "fsync", "replace")],
 )
-def test_a_disk_that_fails_anywhere_is_one_line(
-    short, corpus, tmp_path, monkeypatch, capsys, call, error, times
-):
-    """Also in the log, whose file stays open."""
+def test_a_failing_disk_is_one_line(short, corpus, tmp_path, monkeypatch, capsys, call, error, times):
+    """Wherever it fails; also in the log, whose file stays open."""
     with monkeypatch.context() as patch:
         calls = faults.install({}, patch.setattr)
         train(*flags(tmp_path / "counted", corpus, **SHORT))
@@ -330,8 +325,6 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
 
 # --- several processes
 
-TWO = dict(gradient_accumulation_steps=2, batch_size=2)
-
 
 @pytest.mark.slow(minutes=3)
 def test_a_rank_that_dies_and_an_elastic_restart(corpus, tmp_path):
@@ -449,23 +442,22 @@ def test_an_update_that_breaks_the_weights_is_not_saved(corpus, tmp_path):
     assert all(t.isfinite().all() for t in final(tmp_path / "run")["state"].values())
 
 
-def test_what_is_left_of_a_run_is_not_resumed(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    for init_from in ("scratch", "auto"):
-        said = refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
-        assert "holds a config.json, and no run; name another --out_dir" in said
-    (tmp_path / "metrics.jsonl").touch()
-    said = refused(capsys, f"--out_dir={tmp_path}", "--init_from=scratch")
-    assert "without a checkpoint (config.json, metrics.jsonl); remove it" in said
+EXPORTED = "of another run, which would be taken for this run's"
+LEFT = {name: f"{name} {EXPORTED}" for name in ("folded.pt", "unfused.pt", "model.pt")}
+LEFT["config.json"] = "a config.json, and no run"
 
 
-@pytest.mark.parametrize("name", ["folded.pt", "unfused.pt", "model.pt"])
-def test_exports_of_another_run_are_not_taken_for_a_new_ones(name, tmp_path, capsys):
-    (tmp_path / name).touch()
-    for init_from in ("scratch", "auto"):
-        said = refused(capsys, f"--out_dir={tmp_path}", f"--init_from={init_from}")
-        assert f"holds {name} of another run, which would be taken for this run's; name another" in said
+@pytest.mark.parametrize("name", LEFT)
+def test_what_another_run_has_left_is_not_taken_for_a_new_ones(name, tmp_path, capsys):
+    (tmp_path / name).write_text("{}")
+    scratch, auto = ((f"--out_dir={tmp_path}", f"--init_from={how}") for how in ("scratch", "auto"))
+    for argv in (scratch, auto):
+        assert f"holds {LEFT[name]}; name another --out_dir" in refused(capsys, *argv)
     assert (tmp_path / name).exists()
+    if name == "config.json":
+        (tmp_path / "metrics.jsonl").touch()
+        said = "without a checkpoint (config.json, metrics.jsonl); remove it"
+        assert said in refused(capsys, *scratch)
 
 
 def test_a_run_that_died_at_once_leaves_no_tokenizer_to_the_next(corpus, tmp_path):
@@ -527,9 +519,7 @@ def test_a_signal_saves_and_leaves(short, corpus, tmp_path, signals, status):
 
 
 @pytest.mark.parametrize("split", ["train", slow("val")])
-def test_another_text_behind_the_same_tokenizer_is_refused(
-    short, corpus, tmp_path, monkeypatch, capsys, split
-):
+def test_another_text_behind_the_same_tokenizer_is_refused(corpus, tmp_path, capsys, split):
     shutil.copytree(corpus, there := tmp_path / "corpus")
     train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
     tokens = np.fromfile(there / f"{split}.bin", "<u2")
@@ -548,8 +538,6 @@ def test_another_text_behind_the_same_tokenizer_is_refused(
 
 HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"},
           {"RANK": "abc"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}]  # fmt: skip
-
-
 MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 

@@ -46,6 +46,7 @@ def test_a_timed_step_is_a_training_step_that_stays_in_its_phase(phase, gate):
 
 
 SHAPE = ["--n_embd=16", "--n_layer=2", "--n_head=4", "--vocab_size=50", "--block_size=32", "--batch_size=2"]
+NETWORK = [*SHAPE[:-2], "--n_kv_head=2", "--hidden=32"]  # of runtimes.py
 
 
 @pytest.mark.slow
@@ -125,8 +126,8 @@ def test_peaks_are_what_a_step_holds_at_once():
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime", "openvino", "executorch"])
 def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     pytest.importorskip(runtime, reason=f"pip install {runtime}")
-    how = [f"--runtimes={runtime}", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32"]
-    how += ["--seq=8", "--new_tokens=3", "--rounds=2", "--processes=1"]
+    how = [f"--runtimes={runtime}", f"--keep={tmp_path}", *NETWORK, "--seq=8"]
+    how += ["--new_tokens=3", "--rounds=2", "--processes=1"]
     said = said_by("scripts/speed/runtimes.py", *how)
     assert float(re.search("of the largest logit: (.*)", said)[1]) < 1e-5
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| ")][2:]
@@ -139,8 +140,8 @@ def test_graphs_that_are_kept_are_of_one_shape(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runtimes, "timed", lambda k, *_: {name: np.ones((2, 2)) for name in k.networks})
 
     def status(*flags) -> int:
-        how = ["--runtimes=torch", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32", *flags]
-        return exit_status(runtimes.main, "scripts/speed/runtimes.py", "--seq=8", *how)
+        how = ["--runtimes=torch", f"--keep={tmp_path}", *NETWORK, "--seq=8", *flags]
+        return exit_status(runtimes.main, "scripts/speed/runtimes.py", *how)
 
     assert status("--new_tokens=4") == 0 and status("--new_tokens=3") == 0  # nothing is kept yet
     (tmp_path / "without.onnx").touch()
@@ -157,7 +158,7 @@ def test_a_graph_that_was_not_finished_is_not_kept(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runtimes, "export_with_past", stopped)
-    how = ["--runtimes=onnxruntime", f"--keep={tmp_path}", *SHAPE[:-2], "--n_kv_head=2", "--hidden=32"]
+    how = ["--runtimes=onnxruntime", f"--keep={tmp_path}", *NETWORK]
     assert exit_status(runtimes.main, "scripts/speed/runtimes.py", *how) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 

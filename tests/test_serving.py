@@ -7,14 +7,12 @@ import sys
 from contextlib import suppress
 
 import pytest
-import test_convert
 from conftest import refuses, tiny
 
 from forms import from_file
 from nanonorm.run import open_model
 from scripts.speed import serving
 
-saved = test_convert.saved  # a fixture
 VLLM = "with norms in vLLM's class"
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from conftest import refuses, scale_of_difference, slow
-from running import ROOT, assert_same_log, cut_back, final, flags, launch, ran, refused, train
+from running import ROOT, assert_same_log, cut_back, final, flags, gguf_file, launch, ran, refused, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
@@ -212,18 +213,7 @@ def write_weights(kind: str, path: Path, **shape) -> tuple[Path, int]:
     elif kind == "hf":
         write_pretrained(model.to_file({}), path)
     else:
-        from gguf import GGUFWriter
-
-        from scripts.exports import gguf
-
-        writer, file = GGUFWriter(path, "llama"), model.to_file({})
-        gguf.add_shape(writer, file["config"], "llama")
-        for name, t in gguf.tensors(file["config"], file["state"], "llama"):
-            writer.add_tensor(name, t.numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        gguf_file(path, model.to_file({}), "llama")
     return path, sum(p.nbytes for p in model.parameters())
 
 
@@ -245,8 +235,7 @@ def test_ranks_start_in_little_more_than_they_keep(kind, shard, corpus, tmp_path
     assert peak <= kept + 0.3 + (kind == "pt" and shard)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# runs of train.py and their checkpoints
+# --- runs of train.py and their checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -274,12 +263,18 @@ def test_a_checkpoint_in_parts_is_the_same_checkpoint(plain, capsys):
     train(alone / "ckpt.pt", "--prompt=import ", "--max_new_tokens=5", program="sample.py")
 
 
+def went_on(run: Path, again: Path, *more: str, ranks: int = 1) -> Path:
+    """A copy of a run, gone on with from its step 16."""
+    cut_back(16, run, again)
+    start = partial(ran, ranks=ranks) if ranks > 1 else train
+    start("--init_from=resume", f"--out_dir={again}", *more)
+    return again
+
+
 @pytest.mark.parametrize("shard", [True, False])
 def test_one_process_goes_on_from_either(plain, shard, tmp_path):
-    run = tmp_path / "again"
-    cut_back(16, plain if shard else plain.parent / "alone", run)
-    train("--init_from=resume", f"--out_dir={run}", f"--shard={shard}")
-    assert_same_log(plain, run, 1e-10)
+    run = plain if shard else plain.parent / "alone"
+    assert_same_log(plain, went_on(run, tmp_path / "again", f"--shard={shard}"), 1e-10)
 
 
 def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
@@ -371,21 +366,14 @@ def test_another_number_of_ranks_goes_on(others, plain, corpus, tmp_path):
         run = tmp_path / "run"
         ran(*flags(run, corpus, **RUN, shard=True), ranks=first)
         assert_same_log(plain, run, 1e-10)
-    again = tmp_path / "again"
-    cut_back(16, run, again)
-    ran("--init_from=resume", f"--out_dir={again}", ranks=then)
-    assert_same_log(plain, again, 1e-10)
+    assert_same_log(plain, went_on(run, tmp_path / "again", ranks=then), 1e-10)
 
 
 @pytest.mark.slow(minutes=3)
 def test_ranks_shard_an_unsharded_run_and_the_other_way(plain, tmp_path):
-    again, whole = tmp_path / "again", tmp_path / "whole"
-    cut_back(16, plain, again)
-    ran("--init_from=resume", f"--out_dir={again}", "--shard=True", ranks=2)
+    again = went_on(plain, tmp_path / "again", "--shard=True", ranks=2)
     assert_same_log(plain, again, 1e-10)
-    cut_back(16, again, whole)
-    train("--init_from=resume", f"--out_dir={whole}", "--shard=False")
-    assert_same_log(plain, whole, 1e-10)
+    assert_same_log(plain, went_on(again, tmp_path / "whole", "--shard=False"), 1e-10)
 
 
 @pytest.mark.slow(minutes=5)

@@ -4,15 +4,15 @@ that token in front, whatever becomes of its norms."""
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import VARIANTS, batch, norm_names, refuses, scale_of_difference, tiny, tokens
 from running import assert_goes_on_from, flags, refused, train
-from test_convert import CONVERT, assert_generates, convert, facts, ids, network, opened, saved  # noqa: F401
+from test_convert import assert_generates, convert, facts, ids, network, opened
 from test_generation import ragged
 from test_model import greedy_by_recomputation
+from test_taper import every_tapered
 
 import bench
 from begin import make_trained, untapered
@@ -38,13 +38,10 @@ SHAPES = {
     "learned": {"positions": "learned", "mlp": "gelu", "bias": True, "emb_scale": 2.7},
     "wide heads": {"head_dim": 20, "tie_embeddings": False, "emb_scale": 1.3},
 }
-TAPERS = [v for v in VARIANTS if VARIANTS[v].get("taper", "none") != "none"]
 # every variant where queries and keys have norms, which may taper; one of each kind in the other shapes
 PAIRS = [(variant, "rope") for variant in VARIANTS]
 PAIRS += [(v, shape) for v in ("rmsnorm-internal", "layernorm-all", "coupled", "cbwc") for shape in SHAPES]
 every_pair = pytest.mark.parametrize("variant, shape", dict.fromkeys(PAIRS))
-every_shape = pytest.mark.parametrize("shape", SHAPES)
-every_taper = pytest.mark.parametrize("variant", TAPERS)
 
 
 def shape_of(variant: str, shape: str) -> dict:
@@ -77,8 +74,7 @@ def assert_same_gradients(model, other):
         assert (ours[name] - grad).abs().max() <= 1e-10 * (1 + grad.abs().max()), name
 
 
-# ---------------------------------------------------------------------------------------------------------
-# with norms
+# --- with norms
 
 
 @every_pair
@@ -97,7 +93,7 @@ def test_with_its_norms_it_is_the_plain_network_behind_the_token(variant, shape)
 
 
 @pytest.mark.parametrize("variant", ["rmsnorm", "layernorm", "coupled", "dyt"])
-@every_shape
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_evaluated_it_is_the_plain_network_too(variant, shape):
     plain = tiny(variant, **SHAPES[shape]).eval()
@@ -108,7 +104,7 @@ def test_evaluated_it_is_the_plain_network_too(variant, shape):
         model(tokens(1, 16))
 
 
-@every_taper
+@every_tapered
 def test_no_statistic_sees_the_sink(variant):
     """They are those of the plain network that leaves its first position out."""
     more = {"site_weight": 1.0, "site_far": 2.0}
@@ -129,11 +125,10 @@ def test_no_statistic_sees_the_sink(variant):
         assert model.anchor.sums[-1] == x.numel()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# its norms stay while the others go
+# --- its norms stay while the others go
 
 
-@every_taper
+@every_tapered
 @pytest.mark.parametrize("phase", ["blend", "scale"])
 def test_its_keys_and_values_are_the_norms_whatever_the_gates(variant, phase):
     wanted = sunk(tiny(variant, phase="norm", **shape_of(variant, "rope"))).sink()
@@ -156,7 +151,7 @@ def test_what_the_sink_trains(phase):
     assert found["blocks.1.mlp.down.weight"].abs().max() > 0 and found["tok_emb.weight"][S].abs().max() > 0
 
 
-@every_taper
+@every_tapered
 @pytest.mark.parametrize("phase", ["norm", "blend"])
 def test_checkpointed_blocks_have_the_same_gradients(variant, phase):
     models, (x, y) = [sunk(tiny(variant, phase=phase, site_weight=1.0)) for _ in range(2)], batch(T=15)
@@ -168,8 +163,7 @@ def test_checkpointed_blocks_have_the_same_gradients(variant, phase):
     assert all(torch.equal(t.sums, theirs[name].sums) for name, t in models[0].trackers().items())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# forms and files
+# --- forms and files
 
 
 @every_pair
@@ -204,8 +198,7 @@ def test_a_wrong_slot_is_no_proof(monkeypatch):
         proved(model, "folded", tokens(2, 15))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# text
+# --- text
 
 
 @every_pair
@@ -233,8 +226,7 @@ def test_with_a_cache_it_says_the_same(variant, form, shape):
         assert all(map(torch.equal, model.generate(prompts, 20, temperature=0, use_cache=use_cache), alone))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# runs
+# --- runs
 
 
 def test_a_student_learns_from_the_plain_network_behind_the_token():
@@ -314,8 +306,7 @@ def test_a_run_from_a_plain_network_beside_its_teacher(shape, corpus, tmp_path):
     assert load_model(tmp_path / "run/folded.pt").config.sink_token == 3 and "val/kl" in first
 
 
-# ---------------------------------------------------------------------------------------------------------
-# other tools
+# --- other tools
 
 SUNK = {"sink_token": 3}
 FAMILIES = [("llama", "internal"), ("qwen3", "all"), ("qwen2", "coupled"), ("gpt2", "internal")]
@@ -323,7 +314,7 @@ FAMILIES.append(("llama", "baseline"))
 
 
 @pytest.mark.parametrize("shape, change", FAMILIES)
-def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):  # noqa: F811
+def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):
     """With its caches, with padding on the left, with beams, with masks of one's own; our reader finds the
     same network in it."""
     pytest.importorskip("transformers")
@@ -341,14 +332,14 @@ def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):
             assert scale_of_difference(theirs(idx, attention_mask=mask).logits, ours(idx)) <= FOLDED
     assert_generates(theirs, ours)
     with pytest.raises(ValueError, match="eager would leave out the sink of this network"):
-        opened_with(out, attn_implementation="eager")
+        opened(out, attn_implementation="eager")
     with pytest.raises(ValueError, match="eager would leave out the sink of this network"):
         theirs.set_attn_implementation("eager")
     assert "Token 3 stands in front" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", ["trained", "unfused"])
-def test_float32_weights_with_all_norms_are_exported_exactly(form, saved, tmp_path):  # noqa: F811
+def test_float32_weights_with_all_norms_are_exported_exactly(form, saved, tmp_path):
     """The sink is rounded as it is stored: what is compared in float64 has the stored one. Its slot is no
     room for text."""
     pytest.importorskip("transformers")
@@ -358,12 +349,6 @@ def test_float32_weights_with_all_norms_are_exported_exactly(form, saved, tmp_pa
     said = [json.loads((out / name).read_text()) for name in ("config.json", "tokenizer_config.json")]
     longest = ours.config.block_size - 1
     assert (said[0]["max_position_embeddings"], said[1]["model_max_length"]) == (longest, longest)
-
-
-def opened_with(folder: Path, **how):
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **how)
 
 
 def test_it_is_sampled_and_timed(corpus, capsys):

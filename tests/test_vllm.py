@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import randomize
-from test_convert import convert, network, saved  # noqa: F401 (a fixture)
+from test_convert import convert, network
 
 from nanonorm.files import ROOT
 
@@ -65,7 +65,7 @@ def assert_says_what_we_say(ours, prompt: list[int], tokens: list[int], logprobs
 
 
 @pytest.mark.parametrize("name, how", CASES)
-def test_vllm_agrees(name, how, saved, tmp_path):  # noqa: F811
+def test_vllm_agrees(name, how, saved, tmp_path):
     shape, change, knobs, to, theirs = NETWORKS[name]
     ours = randomize(network(shape, change, torch.float32, **SHAPE, **knobs), std=0.05)
     folder = convert(saved(ours), to, tmp_path / "export")
@@ -82,7 +82,7 @@ def test_vllm_agrees(name, how, saved, tmp_path):  # noqa: F811
     assert (cached[1] >= 3 * 128) if OPTIONS[how]["enable_prefix_caching"] else cached == [0, 0]
 
 
-def test_a_sink_is_refused(saved, tmp_path):  # noqa: F811
+def test_a_sink_is_refused(saved, tmp_path):
     """Its attention has no place for keys and values in front of the text's."""
     ours = network("llama", "all", torch.float32, **SHAPE, sink_token=3)
     folder = convert(saved(ours), "hf", tmp_path / "export")
