@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VARIANTS, batch, scale_of_difference, tiny, tokens
+from conftest import GPT2, VARIANTS, batch, scale_of_difference, tiny, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from test_generation import watch
@@ -17,7 +17,7 @@ from nanonorm.cache import KVCache
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {
-    "gpt2": {"positions": "learned", "mlp": "gelu", "bias": True},
+    "gpt2": GPT2,
     "llama": {"n_kv_head": 2, "head_dim": 8, "hidden": 40, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
     "qwen2": {"n_kv_head": 1, "qkv_bias": True},
     "qwen3": {"n_kv_head": 2, "head_dim": 10, "qk_norm": True, "tie_embeddings": False},
@@ -152,6 +152,7 @@ EXACTLY = [  # family, variant, what it is begun with
     ("gpt2", "layernorm", {"taper": "all", "aux_weight": 0.1}), ("gpt2", "layernorm", {"norm": "cbwc"}),
     ("qwen3", "rmsnorm", {"taper": "all", "taper_qk": True}), ("llama", "rmsnorm", {"taper": "internal"}),
     ("llama", "rmsnorm-internal", {"taper": "none"}),
+    ("gpt2", "layernorm", {"taper": "all", "calibration": "mean_scale"}),  # FakeLN's
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from conftest import batch, randomize, refuses, scale_of_difference, slow, state
 from running import assert_same, assert_same_run, cut_back, final, flags, metrics, refused, train
 from test_taper import EXACT, stream, taper_norm
 
-from begin import begun_from
 from config import Config
 from forms import load_model
 from model import Block, LayerNorm, MeanScaleTaper, ModelKnobs, SplitAttention, Taper, Transformer
@@ -366,13 +365,6 @@ def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, more, again, 
 
 
 # --- files and runs
-
-
-def test_a_fake_norm_begins_from_a_layernorm():
-    before = tiny("layernorm", dtype=torch.float32)
-    file = before.to_file({"gate": [1.0], "phase": "norm"})
-    after = begun_from(file, tiny_config(FAKE), "file").train()
-    assert scale_of_difference(after(tokens(2, 16)), before(tokens(2, 16))) <= 1e-5  # float32
 
 
 @pytest.mark.slow

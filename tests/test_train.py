@@ -157,12 +157,16 @@ def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, co
     assert not {"taper/limited", "train/site"} & metrics(tmp_path / "more")[-1].keys()
 
 
-@pytest.mark.parametrize("ranks, norm", [(2, "rmsnorm"), slow(2, "layernorm"), slow(4, "layernorm")])
-def test_ranks_equal_one(corpus, tmp_path, ranks, norm):
-    """The same global batch in float64, through both boundaries; the sums only change their order."""
+RANKS = [(2, "rmsnorm", 0.0), slow(2, "rmsnorm", 0.2), slow(2, "layernorm", 0.0), slow(4, "layernorm", 0.0)]
+
+
+@pytest.mark.parametrize("ranks, norm, dropout", RANKS)
+def test_ranks_equal_one(corpus, tmp_path, ranks, norm, dropout):
+    """The same global batch in float64, through both boundaries; the sums only change their order. Dropout's
+    masks are those of a micro-batch, whoever computes it."""
     knobs = dict(norm=norm, taper="all", gradient_accumulation_steps=4, dtype="float64", max_iters=30,
                  gate_start=8, gate_end=22, batch_size=4, eval_interval=10, sink_multiple=1.2,
-                 site_weight=1.0)  # fmt: skip
+                 site_weight=1.0, dropout=dropout)  # fmt: skip
     train(*flags(tmp_path / "one", corpus, **knobs))
     ran(*flags(tmp_path / "more", corpus, **knobs), ranks=ranks)
     one, more = final(tmp_path / "one"), final(tmp_path / "more")
