@@ -46,10 +46,8 @@ from data import prepare
 from nanonorm.errors import one_line_errors
 from nanonorm.ranks import Ranks
 
-# of the generators
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{w}") for w in ("Using `assume`", "torch.quantize_per_tensor")
-]
+OF_GENERATORS = ("Using `assume`", "torch.quantize_per_tensor")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{warning}") for warning in OF_GENERATORS]
 LIMIT_S = 60  # for one case; the slowest takes about a second, on a machine that does nothing else
 MEMORY = 4 << 30  # what a case may allocate: shapes of terabytes are refused alike on every machine
 VOCAB = 360

@@ -11,6 +11,7 @@ import pytest
 import torch
 from running import said_by
 
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 SHAPE = dict(
     vocab_size=128_256, block_size=512, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, hidden=8192,
     rope_base=500_000.0, rope_scaling=(32.0, 1.0, 4.0, 8192.0), taper="all",
@@ -48,7 +49,6 @@ def run(*words) -> dict:
 
 
 @pytest.mark.slow(minutes=8)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
     if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -62,7 +62,6 @@ def test_loading_and_folding_a_billion_weights(dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_and_folding_a_quantized_file(smollm2):
     """Over its size in float32; the tokens of the proof are few, as its logits are not in the promise."""
     weights = 4 * 134_515_008

@@ -75,6 +75,13 @@ def test_norms_start_at_one_and_shifts_at_zero(variant):
             assert (p == starts[name.split(".")[-1]]).all(), name
 
 
+def test_randomize_leaves_no_gain_at_one_and_no_shift_at_zero():
+    """On which the other tests lean."""
+    for name, p in tiny("layernorm-all").named_parameters():
+        if p.dim() == 1:
+            assert ((p - 1).abs() > 1e-4).all() and (p.abs() > 1e-4).all(), name
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("init", ["gpt2", "fan_in"])
 def test_one_seed_gives_one_set_of_matrices_whatever_the_norm(tied, init):

@@ -28,8 +28,6 @@ from tests.running import refused
 
 REPORT = "scripts/report.py"
 LOSS = {v: 3 + 0.03 * i for i, v in enumerate(PAPER_ROWS)}  # of seed 0; seed s adds s / 10 to it
-
-
 VERSIONS = {"commit": "0" * 40, "torch": "2", "numpy": "2", "python": "3", "device": "cpu", "threads": 1}
 
 
@@ -405,10 +403,9 @@ def test_networks_on_held_out_texts_are_compared_by_pairs_of_a_seed(tmp_path, ca
     asked = ("no-norm-vanilla", "kept-no-norm", "kept-nothing")
     text = held_out.main(held_out.Knobs(str(tmp_path), asked), [str(path)], "command")
     assert "KL" not in text and "99.9%" not in text and "| no-norm | 3 | 2.0300 ± 1.0000 |" in text
-    assert text.splitlines()[-2:] == [
-        "| no-norm less vanilla | 3 | +0.0300 ± 0.0000 |",
-        "| kept less no-norm | 2 | -0.0200 ± 0.0000 |",
-    ]
+    *_, first, second = text.splitlines()
+    assert first == "| no-norm less vanilla | 3 | +0.0300 ± 0.0000 |"
+    assert second == "| kept less no-norm | 2 | -0.0200 ± 0.0000 |"
     (said,) = capsys.readouterr().err.splitlines()
     assert "--pairs=kept-nothing is left out" in said
     assert said.endswith("there are base, vanilla, no-norm, kept")
@@ -450,8 +447,7 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     change_log(folder, {20: before, -1: {"val/loss_gated": end}})
     bars = picture.read_bars(write_bench(tmp_path / "bench.json"), load(folder).settings)
     fig = picture.draw_picture(load(folder), load(kept), *bars)
-    loss, gate, speed = (ax for side in fig.subfigs for ax in side.axes)
-    assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
+    loss, _, speed = (ax for side in fig.subfigs for ax in side.axes)
     said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
     own, theirs = [text.get_text() for text in loss.texts][:3], [text.get_text() for text in loss.texts][3:]
     assert own == said and theirs[-1] == f"norms kept: {load(kept).loss:.2f}"

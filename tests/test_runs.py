@@ -66,16 +66,12 @@ def test_a_run_that_logs_more_often_from_a_resume_on_is_whole(corpus, tmp_path):
     """And one that was rolled back past that resume."""
     argv = flags(tmp_path / "run", corpus, **SHORT | {"ckpt_interval": 4, "log_interval": 4})
     train(*argv)
-    (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")  # as a kill after step 8 leaves it
-    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=3")
-    header, lines = read_finished(tmp_path / "run")
-    assert [line["iter"] for line in lines] == [4, 8, 9, 12]
-    assert [again["log_interval"] for again in header["resumed"]] == [3]
-    (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")
-    train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--log_interval=2")
-    header, lines = read_finished(tmp_path / "run")
-    assert [line["iter"] for line in lines] == [4, 8, 10, 12]
-    assert [again["log_interval"] for again in header["resumed"]] == [2]
+    for interval, steps in ((3, [4, 8, 9, 12]), (2, [4, 8, 10, 12])):
+        (tmp_path / "run/ckpt.prev.pt").replace(tmp_path / "run/ckpt.pt")  # as a kill after step 8 leaves it
+        train(f"--out_dir={tmp_path / 'run'}", "--init_from=resume", f"--log_interval={interval}")
+        header, lines = read_finished(tmp_path / "run")
+        assert [line["iter"] for line in lines] == steps
+        assert [again["log_interval"] for again in header["resumed"]] == [interval]
 
 
 def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):

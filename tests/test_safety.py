@@ -147,9 +147,8 @@ def run_watched(folder: Path, corpus: Path, **knobs) -> tuple[list, subprocess.C
            "NO_PROXY": "", "no_proxy": "", "WANDB_API_KEY": "0" * 40, "HOME": str(folder),
            "OMP_NUM_THREADS": "1", "WANDB_INIT_TIMEOUT": "5", "WANDB_HTTP_TIMEOUT": "1"}  # fmt: skip
     argv = flags(folder / "run", corpus, max_iters=4, gate_start=1, gate_end=3, warmup_iters=1, **knobs)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+    command, how = [sys.executable, "-c", RUN, *argv], {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, cwd=ROOT, env=env, **how)
     time.sleep(1)  # for what a process left behind might still say
     server.shutdown()
     server.server_close()

@@ -78,8 +78,7 @@ def test_the_gradient_is_that_of_the_formula(variant, phase, checkpoint):
 
 def test_its_mean_may_follow_at_a_rate_of_its_own():
     """site_rate=1: what the last step had, where the running mean lags; c and the anchor keep ema_rate."""
-    knobs = {"phase": "norm", **KNOBS}
-    lagging, following = (tiny("rmsnorm-internal", **knobs, site_rate=rate) for rate in (None, 1.0))
+    lagging, following = (tiny("rmsnorm-internal", phase="norm", **KNOBS, site_rate=r) for r in (None, 1.0))
     for seed in range(3):
         for model in (lagging, following):
             model(*batch(seed=seed))

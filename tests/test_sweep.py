@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import slow
-from running import exit_status, metrics, said_by
+from running import exit_status, metrics, refused, said_by
 
 import data
 from config import Config
@@ -204,9 +204,8 @@ def test_a_value_with_commas_stands_in_brackets():
     ],
 )  # fmt: skip
 def test_refused_before_anything_starts(argv, says, tmp_path, capsys):
-    assert run_sweep(*argv, f"--out={tmp_path / 'out'}") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and says in error and not (tmp_path / "out").exists()
+    error = refused(capsys, *argv, f"--out={tmp_path / 'out'}", program="scripts/sweep.py")
+    assert says in error and not (tmp_path / "out").exists()
 
 
 def test_print_writes_commands_a_shell_can_run(tmp_path, capsys):

@@ -464,12 +464,3 @@ def test_proposition_4_2_in_the_model_a_tapered_final_norm_lets_the_scale_grow(v
         target_logit = logits.gather(-1, targets[..., None])
         wanted = -(p * (target_logit - logits)).sum(-1).mean() / model.norm_final.c  # logits are linear in c
         assert slope.item() == pytest.approx(wanted.item(), rel=1e-9) and sign * slope > 0
-
-
-# --- what the others lean on
-
-
-def test_randomize_leaves_no_gain_at_one_and_no_shift_at_zero():
-    for name, p in tiny("layernorm-all").named_parameters():
-        if p.dim() == 1:
-            assert ((p - 1).abs() > 1e-4).all() and (p.abs() > 1e-4).all(), name
