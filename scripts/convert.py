@@ -31,7 +31,7 @@ from forms import export_files, from_file, proved, types_of
 from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, exit_on_signals, needed, one_line_errors
-from nanonorm.files import ROOT, json_object, sync_folder, writing
+from nanonorm.files import ROOT, json_object, sync, sync_folder, writing
 from nanonorm.knobs import off
 from nanonorm.run import checkpoint_step, open_model
 from sample import tokenizer_of
@@ -73,6 +73,9 @@ def whole_folder(out: Path):
         folder.mkdir()  # not `beside` itself: nobody else may read that one
         yield folder
         with writing(out):
+            for path in filter(Path.is_file, folder.rglob("*")):
+                with path.open("rb+") as file:
+                    sync(file)
             if out.exists():
                 out.rmdir()
             folder.rename(out)

@@ -573,6 +573,15 @@ def test_all_that_can_hold_it(saved, capsys, tmp_path):
     assert "none.pt" in error and not (tmp_path / "none").exists()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file is synced")
+def test_every_file_of_an_export_is_synced(saved, tmp_path, monkeypatch):
+    synced, real = set(), os.fsync
+    link = "/proc/self/fd/{}".format
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(Path(link(fd)).readlink().name) or real(fd))
+    out = convert(saved(network("llama")), "hf", tmp_path / "out")
+    assert {path.name for path in out.rglob("*") if path.is_file()} <= synced
+
+
 def test_a_refusal_leaves_no_parents(saved, capsys, tmp_path):
     source = saved(network("ours", "coupled"))
     out = tmp_path / "new/a/b/c"
