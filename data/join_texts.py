@@ -18,8 +18,8 @@ def main():
     files = [text.open("rb") for text in texts]
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as f:
-        for file in files:
-            f.write(b"\n<|endoftext|>\n" if f.tell() else b"")
+        for i, file in enumerate(files):
+            f.write(b"\n<|endoftext|>\n" if i else b"")
             shutil.copyfileobj(file, f)
 
 

@@ -73,7 +73,10 @@ def whole_folder(out: Path):
         folder.mkdir()  # not `beside` itself: nobody else may read that one
         yield folder
         with writing(out):
-            for path in filter(Path.is_file, folder.rglob("*")):
+            for path in (folder, *folder.rglob("*")):
+                if path.is_dir():
+                    sync_folder(path)
+                    continue
                 with path.open("rb+") as file:
                     sync(file)
             if out.exists():

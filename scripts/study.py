@@ -346,8 +346,8 @@ def main() -> int:
         try:
             values = values_of(study, k, given, fixed)
             steps = steps_of(study, values, k)
-        except KeyError as e:
-            raise BadInput(f"a value or a step names {{{e.args[0]}}}, and the study has none of it") from None
+        except (KeyError, AttributeError) as e:
+            raise BadInput(f"a value or a step of {names[0]} names what is not there: {e}") from None
         if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)

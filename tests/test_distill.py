@@ -534,6 +534,12 @@ def test_a_network_of_every_form_is_a_teacher(variant, form):
     assert teacher.anchor is None and not teacher.taper_norms() and teacher.config.block_size == 8
 
 
+def test_in_the_middle_of_its_taper_it_is_none():
+    file = tiny("rmsnorm-all-aux", phase="blend").to_file({"gate": 0.37, "phase": "blend"})
+    with refuses("file is in the middle of its taper (gates up to 0.37)"):
+        untapered(file, "file", 8)
+
+
 def test_what_a_checkpoint_holds_of_an_adapted_student():
     model, _ = pair()
     file = model.to_file({})

@@ -394,6 +394,7 @@ def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
     assert "own learning_rate" in said and "learning_rate=" not in gap.get_title()
     assert [text.get_text() for text in gap.texts] == ["\n0.001 vs 0.003"] * 2
     assert [text.get_text() for text in loss.texts] == ["0.003"] * 2 + ["\n0.001"] * 2
+    assert "(above: learning_rate)" in gap.get_ylabel()
     again = drawn(monkeypatch, tmp_path / "gaps.csv", *flags, f"--out={tmp_path}")
     assert_drawn_alike((gap, loss), again)
     with pytest.raises(BadInput, match="--tuned=max_iters: it is one of --by"):

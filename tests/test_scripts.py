@@ -70,7 +70,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
     [
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
-        ("--mode=prefill --block_size=64", "129 tokens do not fit into 64; lower --seq"),
+        ("--mode=prefill --block_size=64", "128 tokens do not fit into 64; lower --seq"),
         ("--who=nanoGPT", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
     ],
@@ -87,7 +87,7 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="129 tokens do not fit into 16"):
+    with pytest.raises(BadInput, match="128 tokens do not fit into 16"):
         peers.refuse(peers.Peers(network=str(tmp_path), mode="prefill"))
 
 

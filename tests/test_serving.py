@@ -40,7 +40,7 @@ def test_a_ratio_is_the_median_over_turns_of_the_best_rounds():
 
 def test_the_rounds_of_a_process():
     """Of each batch one to warm up, which is not counted; the same prompts for all who have this seed."""
-    k = serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, rounds=2)
+    k = serving.Serving(batch=(1, 3, 1), prompt=5, new_tokens=9, rounds=2)
     asked = serving.rounds_of(k, 50)
     sizes = [(len(each["prompts"]), each["tokens"]) for each in asked]
     assert sizes == [(size, tokens) for size in (1, 3) for tokens in (8, 9, 9)]

@@ -134,7 +134,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
-        (["folding", "--try", "--shape=--n_layer={x}"], "names {x}"),
+        (["folding", "--try", "--shape=--n_layer={x}"], "names what is not there: 'x'"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
         (["gpu_speed"], "gpu_speed wants a GPU, and there is none; --try rehearses it"),

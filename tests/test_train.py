@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -352,6 +353,10 @@ def test_a_norm_that_overflows_is_named():
             hook.remove()
     assert found[0].startswith("norm of the gradient of ")
     assert found[1] == "norm of all gradients together, each of which is finite"
+    p, said = ours[0], ["gradient of that on another rank", ""]
+    p.register_hook(lambda g: g / sizes[p] * 1e25)
+    ranks = Mock(first_word=lambda *words: words[0] if words else said.pop())
+    assert first_nonfinite(model, [batch()], nullcontext(), ranks) == "gradient of that on another rank"
 
 
 def test_sample_from_every_file(reference, capsys):

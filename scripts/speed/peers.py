@@ -277,9 +277,9 @@ def refuse(k: Peers):
     if k.network and not (Path(k.network) / "config.json").exists():
         raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
     check_out("out", k.out, ".json")
-    longest = max(k.seq + 1, 8 + k.new_tokens)
+    longest = {"train": 0, "prefill": k.seq, "decode": 8 + k.new_tokens}[k.mode]
     fit = open_model(k.network, hollow=True)[0]["config"]["block_size"] if k.network else k.block_size
-    if k.mode != "train" and longest > fit:
+    if longest > fit:
         raise BadInput(f"{longest} tokens do not fit into {fit}; lower --seq or --new_tokens")
     if not contestants(k):
         raise BadInput(f"--who={','.join(k.who)} is nobody in mode={k.mode}")
