@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, norm_names, randomize, scale_of_difference, slow
+from conftest import GPT2, ROOT, norm_names, randomize, scale_of_difference, slow
 from running import train
 
 from config import Config, gpt2
@@ -31,7 +31,7 @@ PROTOCOLS = {  # with two blocks FakeLN's last norm goes at step 8 + 2 (3 + 3 + 
 def random_gpt2(path: Path) -> Path:
     """Write a tiny GPT-2 in float64 whose gains, shifts and biases are random."""
     shape = {"vocab_size": 400, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    gpt2 = {"positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm", "norm_eps": 1e-5}
+    gpt2 = GPT2 | {"norm": "layernorm", "norm_eps": 1e-5}
     model = randomize(Transformer(ModelConfig(**shape, **gpt2)).double(), std=0.1)
     torch.save(model.to_file({}), path)
     return path

@@ -447,7 +447,8 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     change_log(folder, {20: before, -1: {"val/loss_gated": end}})
     bars = picture.read_bars(write_bench(tmp_path / "bench.json"), load(folder).settings)
     fig = picture.draw_picture(load(folder), load(kept), *bars)
-    loss, _, speed = (ax for side in fig.subfigs for ax in side.axes)
+    loss, gate, speed = (ax for side in fig.subfigs for ax in side.axes)
+    assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
     said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
     own, theirs = [text.get_text() for text in loss.texts][:3], [text.get_text() for text in loss.texts][3:]
     assert own == said and theirs[-1] == f"norms kept: {load(kept).loss:.2f}"

@@ -143,8 +143,9 @@ def main():
     if (most := max(k.kept + k.kl_kept)) >= base.n_layer:
         raise BadInput(f"{path} has {base.n_layer} blocks: {most} cannot be kept; lower --kept, --kl_kept")
     network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
-    meta, train, val = open_corpus(corpus_folder(k.data), k.window)
-    refuse_other_tokens(meta, corpus_folder(k.data), file["meta"].get("corpus", {}), path)
+    folder = corpus_folder(k.data)
+    meta, train, val = open_corpus(folder, k.window)
+    refuse_other_tokens(meta, folder, file["meta"].get("corpus", {}), path)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)
     batches = [windows(train, starts[i : i + 8], k.window, "cpu")[0] for i in range(0, len(starts), 8)]
