@@ -64,6 +64,8 @@ class Corpus(Record):
     train_tokens: int
     val_tokens: int
     vocab_size: int
+    train_sha256: str | None = None
+    val_sha256: str | None = None
 
 
 class Versions(Record):

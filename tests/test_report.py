@@ -23,7 +23,7 @@ from nanonorm.files import FORMAT, ROOT
 from nanonorm.plots import smooth
 from scripts import report
 from scripts.studies import held_out, picture
-from scripts.studies.runs import PAPER_ROWS, Unusable, load
+from scripts.studies.runs import PAPER_ROWS, Unusable, collect, load
 from tests.running import refused
 
 REPORT = "scripts/report.py"
@@ -340,11 +340,22 @@ def test_other_texts_and_versions_of_torch_are_groups_of_their_own(undrawn, tmp_
     assert counts == ["3", "1", "1"]
 
 
+@pytest.mark.parametrize("name", ["corpus", "processor"])
+def test_equal_counts_are_not_one_text_and_one_architecture_is_not_one_processor(name, tmp_path, capsys):
+    others = {"corpus": {"corpus": {"train_sha256": "c" * 64}}, "processor": {"versions": {"processor": "b"}}}
+    runs, what = tmp_path / "runs", others[name]
+    write_run(runs / "a", "baseline", 1)
+    write_run(runs / "b", "baseline", 1, **what)
+    write_run(runs / "c", "internal", 1, **what)
+    assert len(collect([str(runs)])[0]) == 3
+    assert f"runs of several {name}: " in refused(capsys, "gaps", runs, f"--out={tmp_path}", program=REPORT)
+
+
 def test_refusals(tmp_path, capsys, monkeypatch):
     empty, out, nothing = tmp_path / "empty", tmp_path / "out", tmp_path / "none.json"
     empty.mkdir()
     out.mkdir()
-    nothing.write_text("{}")
+    nothing.write_text('{"rows": [{"ce": 1}]}')
     times, seeds = write_bench(tmp_path / "bench.json"), tmp_path / "runs/vanilla"
     for seed in (1, 2):
         write_run(seeds / f"seed{seed}", "baseline", seed)
@@ -409,8 +420,29 @@ def test_networks_on_held_out_texts_are_compared_by_pairs_of_a_seed(tmp_path, ca
     (said,) = capsys.readouterr().err.splitlines()
     assert "--pairs=kept-nothing is left out" in said
     assert said.endswith("there are base, vanilla, no-norm, kept")
-    path.write_text(json.dumps({"rows": rows[:1]}))
+    path.write_text(json.dumps({"rows": rows[:1], "machine": "m", "torch": "2"}))
     assert "no other network" in refused(capsys, "held_out", path, f"--out={tmp_path}", program=REPORT)
+
+
+def test_pairs_are_right_where_windows_were_left_out(tmp_path):
+    """Losses are over a network's own windows, so `cut`, without the hardest one, has the lower loss and the
+    wider gap. Its KL is in no pair, and what fewer seeds have says so."""
+    first = {"model": "out/base", "data": "data/books", "targets": 9, "block_size": 4, "ce": 3.0, "gap": 0.0}
+    rows = [first | {"kl": None, "not_finite": 0}, first | {"data": "data/code", "kl": None, "not_finite": 0}]
+    for name, text, seed in product(("cut", "whole"), ("books", "code"), (1, 2, 3)):
+        cut = (name, text) == ("cut", "books")
+        row = {"ce": 2.05, "gap": 0.05} if cut else {"ce": 3.02, "gap": 0.02}
+        row |= {"kl": 0.5, "not_finite": int(cut)}
+        if (name, text, seed) == ("cut", "code", 3):
+            row |= {"ce": None, "gap": None, "kl": None, "not_finite": 64}
+        rows.append(first | row | {"model": f"out/{name}/seed{seed}/", "data": f"data/{text}"})
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
+    text = held_out.main(held_out.Knobs(str(tmp_path), ("cut-whole",)), [str(path)], "command")
+    losses, kl = (line for line in text.splitlines() if line.startswith("| cut less whole |"))
+    assert losses == "| cut less whole | 3 | +0.0300 ± 0.0000 | +0.0000 ± 0.0000 (n = 2) |"
+    assert kl == "| cut less whole | 2 | - | +0.0000 ± 0.0000 |"
+    assert "| cut | 3 | 2.0500 ± 0.0000 | 3.0200 ± 0.0000 (n = 2) |" in text
 
 
 def test_what_the_results_claim_of_gpt2_is_what_held_out_gives(tmp_path):

@@ -34,6 +34,7 @@ from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, check_text, hints
 from scripts.studies.runs import (
+    MACHINE,
     PAPER_ROWS,
     FinishedRun,
     by_seed,
@@ -118,7 +119,7 @@ def named_by(finished: list[FinishedRun], by: tuple[str, ...], against: str | No
     within = {knob for runs in alike.values() for knob in varying(runs)}
     differ = [knob for knob in varying(finished) if knob not in (*by, against)]
     differ = [knob for knob in differ if knob in within or not scales(knob, finished)]
-    if odd := [name for name in differ if name in ("corpus", "device", "torch")]:
+    if odd := [name for name in differ if name in ("corpus", *MACHINE)]:
         values = sorted({str(run.point[odd[0]]) for run in finished})
         raise BadInput(f"runs of several {odd[0]}: {'; '.join(values)}; compare them one at a time")
     return differ
@@ -184,7 +185,7 @@ def table_text(
     for cell in found:
         gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
         at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
-        scale = spread([run.last("s/mean") for run in cell.runs], 2)
+        scale = spread([s for s in (run.last("s/mean") for run in cell.runs) if s is not None], 2)
         rest = [len(losses), spread(losses), scale, gap.n, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()]
         table.append([*cell.group, cell.what, *at, *([cell.best] if tuned else []), *rest])
     head = [*by, "", *filter(None, (against, tuned)), "n", "val/loss", "last s/mean", "pairs", "gap, %"]

@@ -6,22 +6,29 @@
 The first network is the one that gaps and KL are to. Those in NAME/seed1/, NAME/seed2/ are one row, NAME,
 if their files are called alike; where that name is another's too, a row has its path. --pairs=A-B,... gives
 row A less row B, by pairs of a seed, with the 95% interval of the mean. Writes held_out.md.
+
+Where windows were left out (evaluate.py --finite=True), a network's losses are over other windows than
+another's. So pairs are of gaps, each of which is over one set of windows, and it is in no other pair.
 """
 
 import re
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
 
 from nanonorm.errors import BadInput
 from nanonorm.log import say
 from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown, report_folder, write_markdown
+from nanonorm.typed import Record, why
 from scripts.studies.runs import read_json
 
 SEED = r"/seed(\d+)(?=/|$)"  # in a network's path
-# what pairs are compared in -> its key in a row of evaluate.py
-MEASURES = {"Cross-entropy": "ce", "The 99.9% percentile": "p99.9", "KL to the first network": "kl"}
+# what pairs are compared in -> its key in a row of evaluate.py; a difference of gaps is one of losses
+MEASURES = {"Cross-entropy": "gap", "The 99.9% percentile": "p99.9", "KL to the first network": "kl"}
 
 
 @dataclass
@@ -30,6 +37,25 @@ class Knobs:
 
     out: str = "results/smollm2"  # folder to write
     pairs: tuple[str, ...] = ()  # A-B: two rows, of which B's values are taken from A's of the same seed
+
+
+class Row(Record):
+    """A network on a text, as far as a report needs it."""
+
+    model: str
+    data: str
+    targets: int
+    block_size: int
+    ce: float | None
+    gap: float | None
+
+
+class Report(Record):
+    """What evaluate.py writes."""
+
+    rows: Annotated[list[Row], Field(min_length=1)]
+    machine: str
+    torch: str
 
 
 def name_of(model: str) -> str:
@@ -56,12 +82,19 @@ def by_seed(rows: list[dict], names: dict[str, str], key: str) -> dict[str, dict
     return found
 
 
+def row_of(name: str, cells: list[tuple[int, str]]) -> list:
+    """A row of a table: the most seeds of a cell, and the cells, with their seeds where those are fewer.
+    cells: (number of seeds, text) of each text."""
+    most = max(n for n, _ in cells)
+    return [name, most, *(cell if n in (0, most) else f"{cell} (n = {n})" for n, cell in cells)]
+
+
 def table(found: dict[str, dict[str, dict]], sign: str = "", digits: int = 4) -> str:
     """A row a network, by its name, a column a text. found: what by_seed gives."""
     lines = []
     for name, of_texts in found.items():
-        cells = [spread(list(values.values()), digits, sign) for values in of_texts.values()]
-        lines.append([name, max(map(len, of_texts.values())), *cells])
+        cells = [(len(values), spread(list(values.values()), digits, sign)) for values in of_texts.values()]
+        lines.append(row_of(name, cells))
     return markdown(lines, ["network", "n", *(Path(text).name for text in of_texts)])
 
 
@@ -79,8 +112,8 @@ def pair_table(found: dict[str, dict[str, dict]], pairs: list[tuple[str, str]]) 
     """A row a pair, a column a text: the first less the second, over the seeds that both have."""
     lines, texts = [], next(iter(found.values()))
     for a, b in pairs:
-        cells = [interval(differences(found[a][text], found[b][text]).values()) for text in texts]
-        lines.append([f"{a} less {b}", max(cell.n for cell in cells), *cells])
+        gaps = [interval(differences(found[a][text], found[b][text]).values()) for text in texts]
+        lines.append(row_of(f"{a} less {b}", [(gap.n, str(gap)) for gap in gaps]))
     return markdown(lines, ["pair", "n", *(Path(text).name for text in texts)])
 
 
@@ -88,9 +121,12 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
     found = read_json(Path(words[0]), "scripts/evaluate.py")
-    rows = found.get("rows") or [{}]
-    if "ce" not in rows[0]:
-        raise BadInput(f"{words[0]} has no losses; name what scripts/evaluate.py --out= writes")
+    try:
+        Report.model_validate(found)
+    except ValidationError as e:
+        what = f"name what scripts/evaluate.py --out= writes ({why(e)})"
+        raise BadInput(f"{words[0]} has no losses; {what}") from None
+    rows = found["rows"]
     names = names_of([row["model"] for row in rows])
     first, others = rows[0], [row for row in rows if row["model"] != rows[0]["model"]]
     if not others:
@@ -109,7 +145,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if pairs := pairs_of(k.pairs, list(losses)):
         by_pairs = "by pairs of a seed: the mean and half of its 95% interval by Student's t"
         for title, key in MEASURES.items():
-            if any(row.get(key) is not None for row in others):
-                text += [f"{title}, {by_pairs}", pair_table(by_seed(rows, names, key), pairs)]
+            alike = [row if key == "gap" or not row.get("not_finite") else row | {key: None} for row in rows]
+            if any(row.get(key) is not None for row in alike if row["model"] != first["model"]):
+                text += [f"{title}, {by_pairs}", pair_table(by_seed(alike, names, key), pairs)]
     write_markdown(report_folder(k.out) / "held_out.md", text)
     return "\n\n".join(text)

@@ -44,7 +44,7 @@ BASELINE = Config(norm="rmsnorm", taper="none", aux_weight=0.0)
 # Relative gap to Baseline in %, the range over 1 to 30 M parameters after 0.5 to 1 M steps of 8,192 tokens,
 # from the first version of arXiv 2602.10408; that of internal_aux from a public summary of it. Other rows:
 # not public.
-PAPER = {"internal_aux": "+0.7 to +1.5", "all": "+0.8 to +1.8", "all_aux": "+0.8 to +1.8"}
+PAPER = {"internal_aux": "+0.7 to +1.5", "all_aux": "+0.8 to +1.8"}
 
 ENDS = ["val/loss", "val/bpb", "train/ce", "logits/l2", "s/mean", "s/target"]  # what a run ended with
 GAP = "gap by pairs, % (95% interval; pairs)"

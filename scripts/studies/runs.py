@@ -43,6 +43,7 @@ SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
 NOT_THE_RUN = free_on_resume() - SET_APART | {"gate_end_ratio"}
 NO_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
 # knobs that set no runs apart: what is compared, and where and how a run computes
+MACHINE = ("device", "processor", "torch")  # of two, a run's losses differ as much as of two seeds
 SKIP = {"dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph", *NOT_THE_RUN}
 
 
@@ -323,7 +324,10 @@ def point_of(head: dict) -> dict:
     if s["aux_weight"]:
         point["aux_weight"] = s["aux_weight"]
     corpus = "{tokenizer_sha256:.8}, {train_tokens:,} + {val_tokens:,} tokens".format(**head["corpus"])
-    return point | {"corpus": corpus, **{name: head["versions"][name] for name in ("device", "torch")}}
+    for split in ("train", "val"):
+        if of_text := head["corpus"].get(f"{split}_sha256"):  # the first logs have none
+            corpus += f", {of_text:.8}"
+    return point | {"corpus": corpus, **{name: head["versions"].get(name) for name in MACHINE}}
 
 
 def varying(runs: list[FinishedRun]) -> list[str]:
