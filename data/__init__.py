@@ -93,6 +93,16 @@ def batches(parts: Stream, limit: int = BATCH_BYTES) -> Iterator[list[Part]]:
         yield batch
 
 
+def whole_documents(parts: Stream) -> Stream:
+    """A stream's documents in one part each."""
+    pieces = []
+    for text, ends in parts:
+        pieces.append(text)
+        if ends:
+            yield "".join(pieces), True
+            pieces = []
+
+
 def dtype_of(vocab_size: int) -> str:
     """The type of the token files: uint16 where every id fits."""
     return "<u2" if vocab_size <= MAX_VOCAB else "<u4"
@@ -116,7 +126,7 @@ def write_tokens(tokenizer: Tokenizer, parts: Stream, file) -> dict[str, int]:
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     count, seen, starts = {"tokens": 0, "bytes": 0, "documents": 0}, 0, True
-    for batch in batches(parts):
+    for batch in batches(whole_documents(parts) if tokenizer.prefixes else parts):
         rows = tokenizer.encode_batch([text for text, _ in batch])
         for row, (text, ends) in zip(rows, batch, strict=True):
             if seen % CHECK_EVERY == 0 and not tokenizer.keeps(text, row):

@@ -38,6 +38,7 @@ class Tokenizer:
     eot_id, end_token: id and text (None if it cannot be printed) of the token that ends a document
     end_ids: ids that end a generation, eot_id among them
     bos_id: what a document and a prompt begin with, or None
+    prefixes: whether a text gets a space in front, so that the ids of two halves are not those of the whole
     files: {name: bytes} of what a folder must hold to load this again, the tokenizer itself first
     sha256: of the first of them
     """
@@ -47,6 +48,7 @@ class Tokenizer:
     end_token: str | None
     end_ids: frozenset[int]
     bos_id: int | None = None
+    prefixes: bool = False
 
     def __init__(self, files: dict[str, bytes], name: str):
         self.files, self.name = files, name
@@ -153,6 +155,8 @@ class TokenizerJson(Tokenizer):
         known = set(self.core.get_vocab(with_added_tokens=True).values())
         self.vocab_size = max(known, default=-1) + 1
         self.bos_id = self.begin_id(settings.get("add_bos_token"))
+        with failing_as(f"{self.name} is not a sound tokenizer.json"):
+            self.prefixes = self.decode(self.encode("a") * 2) != self.decode(self.encode("aa"))
 
         generation = said.get("generation_config.json", {})
         config = said.get("config.json", {})

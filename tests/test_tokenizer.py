@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.trainers import BpeTrainer
 
 import data
+from data.local import CUT, documents
 from data.sampling import windows
 from data.tokenizer import END, SentencePiece, TokenizerJson, load_tokenizer, train_tokenizer
 from forms import load_model
@@ -170,6 +171,19 @@ def test_a_normalizer_of_its_own_is_no_loss_of_text(tmp_path):
     core.decoder = decoders.WordPiece()
     with pytest.raises(BadInput, match=r"document 0, .* does not decode"):
         data.write_tokens(TokenizerJson(files_of(core)), [("a b", True)], io.BytesIO())
+
+
+def test_a_long_document_has_no_more_spaces_than_its_text(tmp_path):
+    """Where a text gets a space in front, as Llama's do, its stretches would get one each."""
+    core = byte_level([END])
+    core.normalizer = normalizers.Prepend(" ")
+    core.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    llama, text = TokenizerJson(files_of(core)), "one line\n" * (3 * CUT // 9)
+    assert (llama.prefixes, TokenizerJson(gpt2()).prefixes) == (True, False)
+    (tmp_path / "long.txt").write_text(text)
+    file = io.BytesIO()
+    assert data.write_tokens(llama, documents(tmp_path / "long.txt"), file)["documents"] == 1
+    assert llama.decode(np.frombuffer(file.getvalue(), "<u2").tolist()) == text.rstrip()
 
 
 # --- special tokens
