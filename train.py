@@ -341,7 +341,7 @@ def main(held: ExitStack):
     while progress.iter < cfg.max_iters and not stop:
         k = progress.iter
         step.at(k)
-        step(*batch)
+        interrupt.run(step, *batch)
         batch = batch_of(k + 1)  # gathered while the device works
         progress.iter = k + 1
         stop = ranks.largest(interrupt.asked)  # a signal that comes after this is for the next step

@@ -19,7 +19,7 @@ from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype, compile and cuda_graph, which change it by rounding. A teacher may have
+# computed, except device, dtype, compile and cuda_graph, by rounding and dropout's masks. A teacher may have
 # moved, and is recognized by its weights. A step's windows may be split otherwise, if they stay as many: that
 # changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
 AGAIN, SPLIT = Anew("resume"), Anew("split")

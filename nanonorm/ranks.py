@@ -214,6 +214,20 @@ class Interrupt:
                 os.write(2, said)
         self.asked = signum
 
+    def run(self, step, *batch):
+        """step(*batch). A compiler at work gets the signals of a terminal and of torchrun as well, and the
+        step that it dies under fails: then this process leaves, with the last checkpoint. Raises: as the
+        step does."""
+        try:
+            step(*batch)
+        except Exception as e:
+            if not self.asked:
+                raise
+            name = signal.Signals(self.asked).name
+            failed = f"stopped by {name} within a step, which failed with it ({type(e).__name__})"
+            print(f"{failed}; the last checkpoint stands: --init_from=resume goes on", file=sys.stderr)
+            sys.exit(128 + self.asked)
+
     def leave_from_now_on(self):
         """For when everything is saved: a signal then ends the process."""
         for signum in (signal.SIGINT, signal.SIGTERM):
