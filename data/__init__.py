@@ -94,7 +94,7 @@ def batches(parts: Stream, limit: int = BATCH_BYTES) -> Iterator[list[Part]]:
 
 
 def whole_documents(parts: Stream) -> Stream:
-    """A stream's documents in one part each."""
+    """A stream's documents in one part each, each whole in memory."""
     pieces = []
     for text, ends in parts:
         pieces.append(text)

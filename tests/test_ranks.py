@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from conftest import refuses
 from running import ROOT, assert_same_run, flags, launch
 
 from nanonorm.errors import BadInput
-from nanonorm.ranks import Interrupt, Ranks, store_of_this_attempt
+from nanonorm.ranks import Ranks, store_of_this_attempt
 
 
 def come(store, size, ranks, timeout_s) -> list:
@@ -74,20 +73,3 @@ def test_nccl_without_a_gpu_is_refused():
     with refuses("backend=nccl is for GPUs", "not cpu"):
         Ranks().start(torch.device("cpu"), "nccl", alone=True)
     assert not dist.is_initialized()
-
-
-def test_a_step_that_fails_under_a_signal_leaves_by_one_line(monkeypatch, capsys):
-    """A compiler of the same process group gets the signal, too. Without one the fault is the step's own."""
-
-    def step(*batch):
-        raise RuntimeError("C++ compile error")
-
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    interrupt = Interrupt(talks=False)
-    with pytest.raises(RuntimeError, match="compile"):
-        interrupt.run(step, 1, 2)
-    interrupt.ask(signal.SIGTERM, None)
-    with pytest.raises(SystemExit) as left:
-        interrupt.run(step, 1, 2)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert left.value.code == 143 and "stopped by SIGTERM within a step" in line and "RuntimeError" in line

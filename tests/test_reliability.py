@@ -552,6 +552,26 @@ def test_half_of_a_launcher_is_refused(corpus, tmp_path, monkeypatch, capsys, to
     assert all(f"{name}={value}" in error for name, value in told.items() if name not in MASTER)
 
 
+def test_a_signal_that_ends_a_step_leaves_the_last_checkpoint(short, corpus, tmp_path, monkeypatch, capsys):
+    """As one does that a compiler at work gets as well, and dies of."""
+    out, backward, steps = tmp_path / "run", torch.Tensor.backward, []
+
+    def failing(*args, **more):
+        steps.append(0)
+        if len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("C++ compile error")
+        backward(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", failing)
+        assert train(*flags(out, corpus, **SHORT), expect=None) == 128 + signal.SIGTERM
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "SIGTERM" in line]
+    assert "stopped by SIGTERM within a step" in said and "(RuntimeError)" in said
+    train(*flags(out, corpus, **SHORT, init_from="resume"))
+    assert_same_run(short, out)
+
+
 @pytest.mark.parametrize("step", [0, slow(1)])
 def test_a_run_that_fails_at_once_may_begin_anew(short, corpus, tmp_path, monkeypatch, capsys, step):
     """With other settings, so that what its line advises works; not one that has logged anything, and never

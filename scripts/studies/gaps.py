@@ -185,7 +185,7 @@ def table_text(
     for cell in found:
         gap, losses = interval(cell.gaps.values()), [run.loss for run in cell.runs]
         at = ["-" if cell.at is None else f"{cell.at:g}"] if against else []
-        scale = spread([s for s in (run.last("s/mean") for run in cell.runs) if s is not None], 2)
+        scale = spread([s for run in cell.runs if (s := run.last("s/mean")) is not None], 2)
         rest = [len(losses), spread(losses), scale, gap.n, f"{gap.mean:+.2f}" if gap.n else "-", gap.ends()]
         table.append([*cell.group, cell.what, *at, *([cell.best] if tuned else []), *rest])
     head = [*by, "", *filter(None, (against, tuned)), "n", "val/loss", "last s/mean", "pairs", "gap, %"]

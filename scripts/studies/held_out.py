@@ -8,7 +8,8 @@ if their files are called alike; where that name is another's too, a row has its
 row A less row B, by pairs of a seed, with the 95% interval of the mean. Writes held_out.md.
 
 Where windows were left out (evaluate.py --finite=True), a network's losses are over other windows than
-another's. So pairs are of gaps, each of which is over one set of windows, and it is in no other pair.
+another's. So pairs are of gaps, each of which is over one set of windows, and such a network is in no pair of
+another measure.
 """
 
 import re

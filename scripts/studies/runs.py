@@ -42,8 +42,8 @@ SET_APART = {"init_from", "teacher", "device", "dtype", "compile", "cuda_graph"}
 # Two records of one run may differ in these; the ratio is in the gate_end that it gave
 NOT_THE_RUN = free_on_resume() - SET_APART | {"gate_end_ratio"}
 NO_WEIGHTS = ("scratch", "resume", "auto")  # values of init_from that name no weights
+MACHINE = ("device", "processor", "torch")  # in a log's header; on another a run is as good as another seed
 # knobs that set no runs apart: what is compared, and where and how a run computes
-MACHINE = ("device", "processor", "torch")  # of two, a run's losses differ as much as of two seeds
 SKIP = {"dataset", "seed", "norm", "taper", "aux_weight", "device", "compile", "cuda_graph", *NOT_THE_RUN}
 
 
