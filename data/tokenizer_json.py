@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from data.gguf import added, by_score
-from data.tokenizer import SentencePiece, Tokenizer
+from data.tokenizer import SentencePiece, Tokenizer, TokenizerJson
 from nanonorm.errors import ModelError, needed
 
 PROBE = "def f(x):\r\n\treturn 'Müller, 東京 😀'   # 3.14\n"
@@ -32,9 +32,23 @@ def token_ids(tokenizer: Tokenizer) -> dict:
     return ids if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **ids}
 
 
+def beginning(tokenizer: TokenizerJson) -> bytes:
+    """Its tokenizer.json, made to put the begin token in front by itself: transformers does not read
+    `add_bos_token`, which is all that a GGUF file says of it."""
+    text, first = tokenizer.files["tokenizer.json"], tokenizer.bos_id
+    if first in (None, tokenizer.begin_id(add_bos_token=None)):
+        return text
+    core, processors = needed("tokenizers").Tokenizer.from_buffer(text), needed("tokenizers.processors")
+    token = {"id": "begin", "ids": [first], "tokens": [core.id_to_token(first)]}
+    begin = processors.TemplateProcessing("begin $A", "begin $A begin:1 $B:1", [token])
+    own = core.post_processor
+    core.post_processor = begin if own is None else processors.Sequence([own, begin])
+    return core.to_str().encode()
+
+
 def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
-    """{name: bytes} of a folder's tokenizer and its generation_config.json; one that came as a tokenizer.json
-    goes as it came. longest: the network's longest text, in tokens.
+    """{name: bytes} of a folder's tokenizer and its generation_config.json; a tokenizer.json goes as it came,
+    but for what `beginning` adds. longest: the network's longest text, in tokens.
 
     Raises: ModelError if the ids are not the same.
     """
@@ -51,7 +65,7 @@ def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         settings |= {"unk_token": core.model.unk_token, "split_special_tokens": True}
         files = {"tokenizer.json": core.to_str(pretty=True).encode()}
     else:
-        files = dict(tokenizer.files)
+        files = tokenizer.files | {"tokenizer.json": beginning(tokenizer)}
         settings |= json.loads(files.get("tokenizer_config.json", "{}"))
         if settings["tokenizer_class"] == "TokenizersBackend":  # in transformers 5; 4 knows the older name
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from running import Peak, finished, gguf_file, refused, train
 
 from data.tokenizer import load_tokenizer
+from data.tokenizer_json import write_files
 from forms import from_file
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.gguf import header
@@ -295,6 +296,20 @@ def test_a_tokenizer_comes_back(kind, tmp_path):
     for what in ("vocab_size", "eot_id", "end_ids", "bos_id", "template"):
         assert getattr(read, what) == getattr(own, what), what
     assert read.same_ids(own)
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "sentencepiece"])  # without a begin token, and with one
+def test_transformers_begins_a_text_as_we_do(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    own = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", tokenizer_json(kind, tmp_path / "own")))
+    folder, begin = tmp_path / "folder", [own.bos_id] if own.bos_id is not None else []
+    folder.mkdir()
+    write_files(own, 64, folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS[-3::2]:
+        assert theirs(text)["input_ids"] == begin + own.encode(text)
+        assert load_tokenizer(folder).encode(text) == own.encode(text)
+    assert load_tokenizer(folder).bos_id == own.bos_id
 
 
 def test_a_sentencepiece_model_comes_back(corpus, tmp_path):

@@ -4,6 +4,7 @@ that token in front, whatever becomes of its norms."""
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -336,6 +337,8 @@ def test_transformers_says_the_same(shape, change, saved, tmp_path, code_cache):
     with pytest.raises(ValueError, match="eager would leave out the sink of this network"):
         theirs.set_attn_implementation("eager")
     assert "Token 3 stands in front" in (out / "README.md").read_text()
+    longest = ids(1, stated_length(out))
+    assert scale_of_difference(theirs(longest).logits, ours(longest)) <= FOLDED
 
 
 @pytest.mark.parametrize("form", ["trained", "unfused"])
@@ -346,9 +349,15 @@ def test_float32_weights_with_all_norms_are_exported_exactly(form, saved, tmp_pa
     ours = FORMS[form](network("llama", "baseline", torch.float32, **SUNK))
     out = convert(saved(ours), "hf", tmp_path / "out")
     assert facts(out)["errors"]["float64"] <= FOLDED
-    said = [json.loads((out / name).read_text()) for name in ("config.json", "tokenizer_config.json")]
-    longest = ours.config.block_size - 1
-    assert (said[0]["max_position_embeddings"], said[1]["model_max_length"]) == (longest, longest)
+    assert stated_length(out) == ours.config.longest_text == ours.config.block_size - 1
+
+
+def stated_length(folder: Path) -> int:
+    """The longest text that an export says it takes, as who asks its configuration reads it."""
+    said = json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"]
+    config = pytest.importorskip("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert config.max_position_embeddings == said
+    return said
 
 
 def test_it_is_sampled_and_timed(corpus, capsys):

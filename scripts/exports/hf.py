@@ -209,8 +209,7 @@ def write(job: Job) -> dict:
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }
-    if c.positions == "rope":  # a sink has a position of its own; a GPT-2's table has a row for it
-        config["max_position_embeddings"] = c.longest_text
+    config["max_position_embeddings" if c.positions == "rope" else "n_positions"] = c.longest_text
     texts = {"config.json": json.dumps(config, indent=1) + "\n", CODE.name: code_for(name)}
     texts["LICENSE.nanonorm"] = (ROOT / "LICENSE").read_text()
     for file, text in texts.items():

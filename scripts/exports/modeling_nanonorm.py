@@ -107,10 +107,13 @@ def add_sink(model, config):
         asked = f"attn_implementation={config._attn_implementation}"
         raise ValueError(f"{asked} would leave out the sink of this network; it runs with sdpa alone")
     config._attn_implementation = SINK
-    for path, module in model.named_modules():
+    for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
         for which in ("sink_k", "sink_v") if name in ("self_attn", "attn") else ():
             module.register_buffer(which, torch.zeros(1, *config.sink))
+        if name == "wpe":  # which has a row for the sink's position as well
+            module = nn.Embedding(1 + module.num_embeddings, module.embedding_dim)
+            model.set_submodule(path, module)
         if name in ("rotary_emb", "wpe"):
             module.register_forward_pre_hook(one_later, with_kwargs=True)
 
