@@ -9,12 +9,15 @@ import sys
 
 import pytest
 import torch
+from conftest import refuses
 from running import refused
+from test_convert import convert, network
 from test_readme import HERE, commands_in, read_lm_eval, run_as_written
 
 from data.tokenizer import load_tokenizer
 from forms import load_model
 from nanonorm.files import ROOT
+from scripts.exports.networks import open_network
 from scripts.harness import run as harness
 
 pytest.importorskip("lm_eval", reason="lm-eval is in requirements-export.txt")
@@ -31,15 +34,17 @@ def lm_eval(*argv, **env) -> subprocess.CompletedProcess:
 @torch.no_grad()
 def loglikelihood(model, ids: list[int], scored: int) -> float:
     """Natural log of the probability of the last `scored` of ids, given as many before as the model sees."""
-    ids = ids[-model.config.block_size - 1 :]
+    ids = ids[-model.config.longest_text - 1 :]
     logp = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
     return logp[-scored:].gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
 
 
-def bits_per_byte(model, tokenizer, text: str) -> float:
-    """In windows of block_size: the first token given the end token, the first of each later window given the
-    token before, the last window as long as the others, with only what is new in it counted."""
-    size, ids = model.config.block_size, [tokenizer.eot_id, *tokenizer.encode(text)]
+def bits_per_byte(model, tokenizer, text: str, before: int | None = None) -> float:
+    """In windows of the longest text: the first token given `before`, or the end token, the first of each
+    later window given the token before, the last window as long as the others, with only what is new in it
+    counted."""
+    first = tokenizer.eot_id if before is None else before
+    size, ids = model.config.longest_text, [first, *tokenizer.encode(text)]
     total = 0.0
     for start in range(1, len(ids), size):
         end = min(start + size, len(ids))
@@ -66,17 +71,37 @@ def accuracy(model, tokenizer, questions: list[dict]) -> tuple[float, float]:
     return right["acc"] / len(questions), right["acc_norm"] / len(questions)
 
 
+def a_folder(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    return folder
+
+
 def test_beside_a_sink_no_row_is_padded(tmp_path):
     for sink, size in (([3, 1, 64], "1"), (None, "4")):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "nanonorm_llama", "sink": sink}))
-        assert harness.batch_size(tmp_path) == size
+        assert harness.batch_size(a_folder(tmp_path, sink=sink)) == size
+
+
+def test_a_stranger_s_code_does_not_run(tmp_path):
+    for kind in ("llama", "nanonorm_llama"):
+        told = harness.model_args(a_folder(tmp_path, model_type=kind), "float32")
+        assert ("trust_remote_code=True" in told) == (kind == "nanonorm_llama")
+
+
+def test_gains_that_overflow_are_refused(tmp_path):
+    harness.model_args(a_folder(tmp_path, rms_norm_eps=2.0**20), "float16")
+    for name in ("rms_norm_eps", "layer_norm_epsilon"):
+        folder = a_folder(tmp_path, **{name: 2.0**60})
+        harness.model_args(folder, "bfloat16")
+        with refuses("overflow in float16; export it with convert.py --dtype=float16"):
+            harness.model_args(folder, "float16")
 
 
 @pytest.mark.parametrize("named", [["--tasks", "a,b"], ["--tasks=a,b"], ["--tasks", "a", "b"]])
 def test_tasks_that_are_named_run_once(named, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(harness, "refuse", lambda k: None)
-    monkeypatch.setattr(harness, "put_model", lambda path, folder: folder.mkdir())
+    monkeypatch.setattr(harness, "put_model", lambda path, folder: a_folder(folder))
     monkeypatch.setattr(harness, "evaluate", lambda task, n, args, flags, log: asked.append((task, flags)))
     monkeypatch.setattr(sys, "argv", ["run.py", "DIR", "--limit", "9", *named])
     harness.main()
@@ -102,6 +127,20 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
     count = inputs_cut(model, tokenizer)
     assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in run.stdout
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_a_text_behind_a_sink_begins_without_it(saved, corpus, tmp_path):
+    export = convert(
+        saved(network("llama", "internal", torch.float32, sink_token=3)), "hf", tmp_path / "export"
+    )
+    run = lm_eval(export, "--local", "--tasks", "local_text", "--output_path", tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    model, tokenizer = open_network(str(export)).model, load_tokenizer(corpus)
+    (end_of_line,) = tokenizer.encode("\n")
+    bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text(), end_of_line)
+    assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
 
 
 def by_itself() -> list[str]:

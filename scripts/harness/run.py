@@ -24,9 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from nanonorm.cli import parse  # not found? pip install -e .
+import torch
+
+from data.tokenizer import load_tokenizer  # not found? pip install -e .
+from nanonorm.cli import parse
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
 from nanonorm.files import ROOT, json_object
+from scripts.exports.stock import EPS
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
@@ -83,10 +87,34 @@ def put_model(path: str, folder: Path):
         sys.exit(2)
 
 
+def model_args(folder: Path, dtype: str) -> str:
+    """What lm_eval is told of a folder. Code of its own runs if the folder says that it is ours. Raises:
+    BadInput.
+
+    A sink is the begin token of each text, so the tokenizer gives none. lm_eval wants a token in front of a
+    long text's first all the same: there it is the end of a line.
+    """
+    config, args = config_of(folder), [f"pretrained={folder}", f"dtype={dtype}"]
+    eps = max(config.get(name) or 0 for name in ("rms_norm_eps", "layer_norm_epsilon"))
+    if dtype == "float16" and eps > EPS[torch.float16]:
+        why = "its gains, as large as its eps, overflow in float16"
+        raise BadInput(f"{why}; export it with convert.py --dtype=float16, or take --dtype=bfloat16")
+    if config["model_type"].startswith("nanonorm_"):
+        args.append("trust_remote_code=True")
+    if config.get("sink"):
+        end_of_line = load_tokenizer(folder).encode("\n")[-1]
+        args += ["add_bos_token=False", f"prefix_token_id={end_of_line}"]
+    return ",".join(args)
+
+
 def batch_size(folder: Path) -> str:
     """Of an export on a CPU: one text beside a sink. lm_eval pads by ends of text there, which can run away,
     and a weight of 0 times infinity then spoils the row."""
-    return "1" if json_object((folder / "config.json").read_bytes()).get("sink") else "4"
+    return "1" if config_of(folder).get("sink") else "4"
+
+
+def config_of(folder: Path) -> dict:
+    return json_object((folder / "config.json").read_bytes())
 
 
 def reason(said: list[str]) -> str:
@@ -94,10 +122,10 @@ def reason(said: list[str]) -> str:
     return ([line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)] or said)[-1]
 
 
-def evaluate(task: str, examples: int, model_args: str, flags: list[str], log: Path) -> bool:
+def evaluate(task: str, examples: int, args: str, flags: list[str], log: Path) -> bool:
     """Run lm_eval, and say how many inputs it has cut; whether it came to its end."""
     print(f"== {task}, {examples} examples before the question", flush=True)
-    command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model_args]
+    command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", args]
     command += ["--tasks", task, "--num_fewshot", str(examples), *flags]
     with log.open("w") as f:
         status = subprocess.run(command, stderr=f).returncode
@@ -123,7 +151,7 @@ def main() -> int:
         # links, since lm_eval takes some characters of a path for its own
         (work / "text").symlink_to(Path(k.text).resolve())
         (work / "choices").symlink_to(Path(k.choices).resolve())
-        model_args = f"pretrained={work}/model,trust_remote_code=True,dtype={k.dtype}"
+        args = model_args(work / "model", k.dtype)
         named, flags = TASKS_FLAG.parse_known_args(flags)
         tasks, examples = ON_THE_HUB, 5
         if k.local:
@@ -135,7 +163,7 @@ def main() -> int:
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks
-        finished = [evaluate(task, examples, model_args, flags, work / "log") for task in tasks]
+        finished = [evaluate(task, examples, args, flags, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 
 
