@@ -39,7 +39,7 @@ from nanonorm.plots import draw_speedups, pyplot
 from nanonorm.run import EXPORTS, checkpoint_step, open_model
 from nanonorm.scale import drop_held
 from nanonorm.timing import OnnxStep, count_work, in_runtime, ratio, time_rounds
-from nanonorm.typed import Count, Seed, Whole
+from nanonorm.typed import Count, Seed, Some, Whole
 
 # name -> (norm, taper, form)
 # norm "plain": the run's, or the RMSNorm or LayerNorm that it competes with; taper "own": the run's
@@ -64,10 +64,10 @@ class Bench(ModelKnobs):
 
     # what is timed
     mode: Literal["prefill", "decode"] = "prefill"  # last-token logits of a prompt; or one token, KV cache
-    variants: tuple[Literal[*VARIANTS], ...] | None = None  # columns, speedups over the first; None: by norm
-    runtimes: tuple[Literal[*RUNTIMES], ...] | None = None  # None: eager; on a GPU all but onnx
-    batch: tuple[Count, ...] = (1, 4)  # sequences at a time
-    seq: tuple[Count, ...] | None = None  # tokens of context; None: 512 or block_size, its half and quarter
+    variants: Some[Literal[*VARIANTS]] | None = None  # columns, speedups over the first; None: by norm
+    runtimes: Some[Literal[*RUNTIMES]] | None = None  # None: eager; on a GPU all but onnx
+    batch: Some[Count] = (1, 4)  # sequences at a time
+    seq: Some[Count] | None = None  # tokens of context; None: 512 or block_size, its half and quarter
     # how
     warmup: Whole = 10  # untimed rounds
     iters: Count = 50  # timed rounds
@@ -417,6 +417,9 @@ def main(argv: list[str]):
     if path:
         run = load_models(path)
         shape = next(iter(run.values())).config
+        if shape.norm_eps > 1:
+            why = f"with eps {shape.norm_eps:.0e} its norms are fixed scalings, computed for nothing"
+            raise BadInput(f"{path}: {why}; name the network that it was exported from")
     else:
         shape = ModelConfig(**{name: value for name, value in knobs.items() if value is not None})
     device = resolve(k, shape)

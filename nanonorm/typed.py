@@ -10,10 +10,10 @@ import os
 import re
 import warnings
 from functools import cache
-from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic_core import PydanticCustomError, ValidationError
 
 # neither True nor "2" passes for an int; an int passes for a float
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -40,6 +40,8 @@ Rate = Annotated[float, Range(1e-6, 1.0)]  # a step's share in a running mean
 AS_TUPLE = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 Numbers = Annotated[tuple[Positive, ...], AS_TUPLE]
 Wholes = Annotated[tuple[Whole, ...], AS_TUPLE]
+T = TypeVar("T")
+Some = Annotated[tuple[T, ...], Field(min_length=1)]  # one value or more
 
 
 def printable(value):

@@ -40,7 +40,7 @@ from nanonorm.files import ROOT, hold_folder
 from nanonorm.knobs import is_read
 from nanonorm.log import tail
 from nanonorm.run import given_weights
-from nanonorm.typed import Count
+from nanonorm.typed import Count, Some
 from scripts.studies.runs import AUX_WEIGHT, NO_WEIGHTS, PAPER_ROWS, PlannedRun, identity, look, settings_in
 
 POLL_S = 0.5  # between looks at the runs
@@ -53,7 +53,7 @@ class Sweep:
     out: str = "out/sweep"  # folder of the runs
     jobs: Count = 1  # runs at a time
     threads: Count | None = None  # CPU threads a run; None: the cores over jobs
-    variants: tuple[Literal[*PAPER_ROWS], ...] | None = None  # rows of the tables; None: by norm and taper
+    variants: Some[Literal[*PAPER_ROWS]] | None = None  # rows of the tables; None: by norm and taper
     print: bool = False  # write the commands of what is left to do, one a line, and run nothing
 
 

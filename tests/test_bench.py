@@ -207,6 +207,13 @@ def test_a_hugging_face_folder_is_timed(capsys, tmp_path):
     assert report["model"]["norm_eps"] == 1e-5 and str(tmp_path) in text
 
 
+def test_norms_that_only_scale_are_not_timed(tmp_path):
+    """An export of --to=stock: its norms cost what norms cost, and another eps would change the network."""
+    write_pretrained(bench.random_model(ModelConfig(**SHAPE, norm_eps=2.0**60), CPU).to_file({}), tmp_path)
+    with refuses("with eps 1e+18 its norms are fixed scalings", "name the network that it was exported from"):
+        bench.main([str(tmp_path)])
+
+
 def test_rounds_are_shuffled_and_warmup_is_dropped(monkeypatch):
     calls = []
     steps = {name: (partial(calls.append, f"reset {name}"), partial(calls.append, name)) for name in "abc"}
@@ -273,6 +280,7 @@ def test_shapes_and_defaults(capsys, monkeypatch, flags):
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
         (["RUN", "--n_embd=32"], "leave out --n_embd"),
+        (["--batch=()"], "batch must be one or more ints"),
         (["EMPTY"], "holds no run"),
     ],
 )

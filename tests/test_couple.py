@@ -176,6 +176,8 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
     tapered = tiny("rmsnorm-internal", vocab_size=400)
     for form, model in (("scale", tapered), ("folded", fold(tapered))):
         torch.save(model.to_file({"phase": "scale", "gate": 0.0}), tmp_path / f"{form}.pt")
+    idle = tiny("rmsnorm", vocab_size=400, norm_eps=2.0**60)
+    torch.save(idle.to_file({}), tmp_path / "idle.pt")
     own = {"corpus": json.loads((corpus / "meta.json").read_text())}
     far = tiny("rmsnorm", dtype=torch.float32, vocab_size=400).to_file(own)
     far["state"]["blocks.0.mlp.down.weight"].mul_(1e30)
@@ -188,6 +190,7 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
         ([out, *argv[1:]], "has norm=coupled"),
         ([tmp_path / "far.pt", *argv[1:]], "stream is not finite"),
         ([tmp_path / "layernorm.pt", *argv[1:]], "has norm=layernorm"),
+        ([tmp_path / "idle.pt", *argv[1:]], "has norms that only scale, by an eps of 1e+18"),
         ([tmp_path / "scale.pt", *argv[1:]], "has begun to taper"),
         ([tmp_path / "folded.pt", *argv[1:]], "has begun to taper"),
     ):

@@ -73,9 +73,17 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--mode=prefill --block_size=64", "128 tokens do not fit into 64; lower --seq"),
         ("--who=nanoGPT", "nobody in mode=train"),
         ("--network=nowhere", "is no folder of transformers"),
+        ("--nanogpt=FOLDER --mode=decode", "--nanogpt is timed in mode=train alone, not decode"),
+        ("--network=FOLDER --n_layer=3", "has its own shape: leave out --n_layer, or --network"),
+        ("--network=FOLDER --mode=prefill --block_size=64", "has its own shape: leave out --block_size"),
+        ("--n_embd=()", "n_embd must be one or more ints"),
+        ("--dtype=()", "dtype must be one or more of float32, bfloat16"),
     ],
 )
-def test_peers_bad_input_is_one_line(flag, said, capsys):
+def test_peers_bad_input_is_one_line(flag, said, tmp_path, capsys):
+    for name in ("model.py", "config.json"):
+        (tmp_path / name).touch()
+    flag = flag.replace("FOLDER", str(tmp_path))
     status, told = exit_status(peers.main, "scripts/speed/peers.py", *flag.split()), capsys.readouterr()
     assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
@@ -87,8 +95,29 @@ def test_a_training_step_needs_no_room_for_a_prompt(tmp_path, capsys):
     peers.write_checkpoint(tmp_path, k.config(16), seed=1)
     peers.compare(k, tmp_path)
     assert "the same logits" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="128 tokens do not fit into 16"):
-        peers.refuse(peers.Peers(network=str(tmp_path), mode="prefill"))
+    for mode, longest in (("prefill", 128), ("train", 512)):
+        with pytest.raises(BadInput, match=f"{longest} tokens do not fit into 16"):
+            peers.refuse(peers.Peers(network=str(tmp_path), mode=mode))
+
+
+def test_decoding_goes_on_behind_an_end_token(tmp_path, capsys):
+    """Where the likeliest token is one, in transformers as here."""
+    pytest.importorskip("transformers", reason="compares with transformers' Llama; pip install transformers")
+    k = peers.Peers(n_layer=1, n_head=2, vocab_size=50, block_size=64, mode="decode", seq=16)
+    peers.write_checkpoint(tmp_path, k.config(16), seed=1)
+    first = peers.infer_ours(k, tmp_path, "float32", "")()[0, 8].item()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": first}))
+    peers.compare(k, tmp_path)
+    assert "the same greedy tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag, said", [("--networks=()", "networks must be one or more of"),
+                                        ("--runtimes=openvino", "pip install openvino")])  # fmt: skip
+def test_runtimes_bad_input_is_one_line(flag, said, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    status, told = exit_status(runtimes.main, "scripts/speed/runtimes.py", flag), capsys.readouterr()
+    assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def steady(name, gap_s):

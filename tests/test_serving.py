@@ -61,8 +61,6 @@ def test_networks_without_norms_are_made_of_one_that_has_them(saved, tmp_path):
         assert bool(scales) == (taper == "all") and made.gate.max() == 0
         wanted = {site: 1.0 if "final" in site else serving.SCALE for site in scales}
         assert scales == pytest.approx(wanted)
-    with refuses("norm=layernorm; this needs a network with rmsnorm"):
-        serving.make_network(str(saved(tiny("layernorm", vocab_size=400))), "none", tmp_path / "none.pt")
 
 
 @pytest.fixture
@@ -118,10 +116,25 @@ def test_an_empty_table_gets_its_head(serve, tmp_path):
     assert len(serve("--processes=1")) == 2
 
 
-def test_a_folder_has_rows_of_the_same_settings(serve, saved, tmp_path):
+@pytest.mark.parametrize(
+    "variant, knobs, said",
+    [
+        ("layernorm", {}, "has norm=layernorm"),
+        ("rmsnorm-all-aux", {}, "has begun to taper"),
+        ("rmsnorm", {"norm_eps": 2.0**60}, "has norms that only scale"),
+    ],
+)
+def test_a_network_without_its_norms_is_not_the_one_with_them(variant, knobs, said, serve, saved, tmp_path):
+    given = saved(tiny(variant, vocab_size=400, **knobs), "other.pt")
+    with refuses(said):
+        serve("--who=with norms", path=given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_rows_of_the_same_settings(serve, tmp_path):
     out = tmp_path / "out"
-    with refuses("norm=layernorm"):  # nothing is made yet, so another start may differ
-        serve("--seed=1", path=saved(tiny("layernorm", vocab_size=400), "other.pt"))
+    out.mkdir()
+    (out / "settings.json").write_text('{"--seed": 1}')  # nothing is made yet, so another start may differ
     serve(most=1)
     kept = (out / "serving.csv").read_text()
     for flag in ("--batch=2", "--prompt=8", "--new_tokens=8", "--rounds=1", "--threads=1", "--seed=1"):

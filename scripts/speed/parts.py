@@ -23,7 +23,7 @@ from nanonorm.cli import parse_flags
 from nanonorm.errors import one_line_errors
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
-from nanonorm.typed import Count
+from nanonorm.typed import Count, Some
 from scripts.speed.tables import Shape, table
 from train import Step
 
@@ -32,8 +32,8 @@ from train import Step
 class Parts(Shape):
     """What is timed. The shape of the step is the demo's."""
 
-    what: tuple[Literal["step", "protocols"], ...] = ("step",)  # tables to print
-    n_embd: tuple[Count, ...] = (64,)  # widths
+    what: Some[Literal["step", "protocols"]] = ("step",)  # tables to print
+    n_embd: Some[Count] = (64,)  # widths
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
     vocab_size: Count = 2048  # token ids

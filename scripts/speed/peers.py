@@ -39,7 +39,7 @@ from nanonorm.machine import keep_freed_memory, release_garbage
 from nanonorm.run import open_model
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns, tensor_peak, timed_turns
-from nanonorm.typed import Count, Seed
+from nanonorm.typed import Count, Seed, Some
 from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
 from scripts.speed.tables import Shape, in_words
@@ -50,10 +50,10 @@ class Peers(Shape):
     """What is compared."""
 
     mode: Literal["train", "prefill", "decode"] = "train"  # a step; a prompt's last logits; one more token
-    n_embd: tuple[Count, ...] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
+    n_embd: Some[Count] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
     network: str | None = None  # instead of those, a folder of transformers, whose weights stay as they are
-    who: tuple[Literal["nanonorm", "HF", "HF tuned", "nanoGPT"], ...] | None = None  # None: all
-    dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")  # to train by autocast
+    who: Some[Literal["nanonorm", "HF", "HF tuned", "nanoGPT"]] | None = None  # None: all
+    dtype: Some[Literal["float32", "bfloat16"]] = ("float32", "bfloat16")  # to train by autocast
     compiled: bool = True  # torch.compile as well, ours and theirs (needs a C++ compiler; half a minute each)
     nanogpt: str | None = None  # folder of a nanoGPT checkout, for mode=train
     prompts: Count = 1  # at a time, for prefill and decode
@@ -161,8 +161,11 @@ def infer_hf(k, folder, dtype, how):
 
 def decode_hf(model, idx, new_tokens: int, how: str):
     """() -> idx (B, T) and the likeliest tokens after it. how: "", or "[compiled ]static cache"."""
-    options = dict(attention_mask=torch.ones_like(idx), do_sample=False, max_new_tokens=new_tokens,
-                   min_new_tokens=new_tokens, pad_token_id=0)  # fmt: skip
+    options = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_new_tokens": new_tokens}
+    options |= {
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }  # as many tokens as asked for, an end among them or not
     if how:
         options |= {"cache_implementation": "static"}
     if "compiled" in how:  # by generate itself, which on a CPU wants to be told
@@ -270,25 +273,37 @@ def print_table(k: Peers, title: str, rows: list[dict]):
     print(f"\n{markdown(cells, heads)}\n", flush=True)
 
 
-def refuse(k: Peers):
-    """Refuse what cannot be compared, before minutes are spent. Raises: BadInput."""
+def own_shape(k: Peers) -> tuple[str, ...]:
+    """Knobs that a given network has no use for."""
+    shape = ("n_layer", "n_head", "vocab_size", "n_embd")
+    return () if k.network is None else shape if k.mode == "train" else (*shape, "block_size")
+
+
+def refuse(k: Peers, explicit: set[str] = frozenset()):
+    """Refuse what cannot be compared, before minutes are spent. explicit: knobs that were named. Raises:
+    BadInput."""
     if k.nanogpt and not (Path(k.nanogpt) / "model.py").exists():
         raise BadInput(f"--nanogpt={k.nanogpt} holds no model.py; clone nanoGPT there, or leave it out")
+    if k.nanogpt and k.mode != "train":
+        raise BadInput(f"--nanogpt is timed in mode=train alone, not {k.mode}; leave it out")
     if k.network and not (Path(k.network) / "config.json").exists():
         raise BadInput(f"--network={k.network} is no folder of transformers: it holds no config.json")
+    if ignored := sorted(explicit.intersection(own_shape(k))):
+        raise BadInput(f"{k.network} has its own shape: leave out --{ignored[0]}, or --network")
     check_out("out", k.out, ".json")
-    longest = {"train": 0, "prefill": k.seq, "decode": 8 + k.new_tokens}[k.mode]
+    longest = {"train": k.block_size, "prefill": k.seq, "decode": 8 + k.new_tokens}[k.mode]
     fit = open_model(k.network, hollow=True)[0]["config"]["block_size"] if k.network else k.block_size
     if longest > fit:
-        raise BadInput(f"{longest} tokens do not fit into {fit}; lower --seq or --new_tokens")
+        lower = {"train": "block_size", "prefill": "seq", "decode": "new_tokens"}[k.mode]
+        raise BadInput(f"{longest} tokens do not fit into {fit}; lower --{lower}")
     if not contestants(k):
         raise BadInput(f"--who={','.join(k.who)} is nobody in mode={k.mode}")
 
 
 def main():
-    k, _ = parse_flags(Peers, __doc__)
+    k, explicit = parse_flags(Peers, __doc__)
     widths = k.n_embd or ((64, 256) if k.mode == "train" else (64, 512))
-    refuse(k)
+    refuse(k, explicit)
     networks = {f"n_embd {width}": k.config(width) for width in widths}
     if k.network:
         networks = {Path(k.network).name: None}
@@ -310,7 +325,8 @@ def main():
             rows = measure(k, title, folder)
         print_table(k, title, rows)
         figures += rows
-    finish({"settings": asdict(k), "machine": machine, **versions, "rows": figures}, k.out)
+    settings = {knob: value for knob, value in asdict(k).items() if knob not in own_shape(k)}
+    finish({"settings": settings, "machine": machine, **versions, "rows": figures}, k.out)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from nanonorm.files import atomic_write
 from nanonorm.onnx import FROM, PAST, Session, export_with_past
 from nanonorm.tables import markdown
 from nanonorm.timing import ratio, take_turns
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Some, Whole
 from scripts.speed.tables import in_words, refuse_other_settings
 
 NETWORKS = {  # name -> norm, taper, form
@@ -51,8 +51,8 @@ SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "hidden", "vocab_size")
 class Runtimes:
     """What is timed."""
 
-    runtimes: tuple[Literal[*FROM_ONNX, "torch", "executorch"], ...] = ("torch", "onnxruntime")  # engines
-    networks: tuple[Literal[*NETWORKS], ...] = tuple(NETWORKS)  # with which norms
+    runtimes: Some[Literal[*FROM_ONNX, "torch", "executorch"]] = ("torch", "onnxruntime")  # engines
+    networks: Some[Literal[*NETWORKS]] = tuple(NETWORKS)  # with which norms
     n_layer: Count = 30  # blocks
     n_embd: Count = 576  # width
     n_head: Count = 9  # query heads
@@ -218,6 +218,8 @@ def timed(k: Runtimes, runtime: str, folder: Path, expected: dict) -> dict[str, 
 
 def main():
     k, _ = parse_flags(Runtimes, __doc__)
+    for package in k.runtimes:  # before a process of its own asks for it
+        needed(package, package)
     with ExitStack() as held:
         folder = Path(k.keep or held.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,9 @@ from nanonorm.files import ROOT, write_file
 from nanonorm.machine import processor
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, report_folder, write_csv
-from nanonorm.typed import Count, Whole
+from nanonorm.typed import Count, Some, Whole
 from scripts.convert import Convert, exported
+from scripts.couple import whole_rmsnorm
 from scripts.speed.tables import refuse_other_settings
 
 
@@ -73,9 +74,9 @@ class Serving:
 
     out: str | None = None  # the folder for networks, exports and serving.csv
     vllm: str | None = None  # an interpreter that has vLLM
-    who: tuple[Literal[*CONTESTANTS], ...] = tuple(CONTESTANTS)  # contestants
+    who: Some[Literal[*CONTESTANTS]] = tuple(CONTESTANTS)  # contestants
     mode: Literal["compiled", "eager"] = "compiled"  # in vLLM, whose default is compiled
-    batch: tuple[Count, ...] = (1, 8, 32)  # texts at once
+    batch: Some[Count] = (1, 8, 32)  # texts at once
     prompt: Count = 128  # tokens
     new_tokens: Count = 128  # tokens that follow each
     rounds: Count = 2  # of each batch, timed, in each process
@@ -85,12 +86,10 @@ class Serving:
 
 
 def make_network(source: str, name: str, path: Path):
-    """Write a network of CHANGES as a model file. Raises: BadInput, ModelError."""
+    """Write a network of CHANGES, made of one whose norms are whole, as a model file. Raises: BadInput,
+    ModelError."""
     file, where = given_weights(source)
-    config = config_of(file, where)
-    if config.norm != "rmsnorm":
-        raise BadInput(f"{where} has norm={config.norm}; this needs a network with rmsnorm")
-    model = begun_from(file, with_norm(config, *CHANGES[name]), where)
+    model = begun_from(file, with_norm(config_of(file, where), *CHANGES[name]), where)
     if tapers := model.taper_norms():
         model.set_phase("scale")
         model.gate.fill_(0.0)
@@ -184,6 +183,7 @@ def main():
         raise BadInput("name a network and a folder: python scripts/speed/serving.py PATH --out=DIR")
     if any(CONTESTANTS[name].engine == "vllm" for name in k.who) and not shutil.which(k.vllm or ""):
         raise BadInput("--vllm names the interpreter that has it: bash scripts/vllm.sh DIR makes one")
+    whole_rmsnorm(*given_weights(words[0], hollow=True))
     out, where = report_folder(k.out), Path(words[0])
     asked = {"PATH": str(where.resolve()) if where.exists() else words[0]}  # else a hub id
     asked |= {f"--{knob}": getattr(k, knob) for knob in SAME}

@@ -28,7 +28,7 @@ from nanonorm.log import say
 from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
-from nanonorm.typed import Count, Positive, Several, Whole
+from nanonorm.typed import Count, Positive, Several, Some, Whole
 from scripts.couple import compare, coupled, measure, whole_rmsnorm
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
@@ -43,7 +43,7 @@ class Knobs:
 
     data: str | None = None  # a prepared corpus in the network's tokens
     out: str | None = None  # folder to write
-    kept: tuple[Whole, ...] = (0, 1, 2, 4)  # numbers of first blocks that keep RMSNorm
+    kept: Some[Whole] = (0, 1, 2, 4)  # numbers of first blocks that keep RMSNorm
     kl_kept: tuple[Whole, ...] = (2,)  # those for which the KL is fitted too
     window: Several = 256  # tokens
     tokens: Count = 8192  # of training text, for the statistic
