@@ -42,7 +42,7 @@ from nanonorm.typed import Count, NonNegative, Numbers, Positive, Range, Rate, W
 
 # What a knob may need to mean anything
 TAPER = Needs("taper", lambda c: c.taper != "none", "a taper")
-BLOCKS = Needs("taper", lambda c: "block" in TAPERED_SITES[c.taper] or c.site_weight, "taper=internal or all")
+BLOCKS = Needs("taper", lambda c: "block" in TAPERED_SITES[c.taper], "taper=internal or all")
 FIT = Needs("taper", lambda c: TAPER.met(c) and c.calibration == "least_squares", "a taper by least_squares")
 ANCHOR = Needs("aux_weight", lambda c: c.aux_weight > 0, "aux_weight above 0, such as 0.1")
 AVERAGES = Needs("taper", lambda c: TAPER.met(c) or (ANCHOR.met(c) and c.anchor_target == "fixed"))
@@ -86,7 +86,7 @@ class ModelKnobs:
     norm: Annotated[str, OneOf(lambda: NORMS), FREE] = "rmsnorm"  # which norm
     taper: Annotated[Literal["none", "internal", "final", "all"], FREE] = "none"  # norms that are gated away
     taper_qk: Annotated[bool, TAPER, FREE, V2] = False  # queries' and keys' norms taper too
-    taper_from_layer: Annotated[Whole, BLOCKS, FREE, Since(4)] = 0  # blocks below this one keep their norms
+    taper_from_layer: Annotated[Whole, BLOCKS, SITE_LOSS, FREE, Since(4)] = 0  # blocks below it keep norms
     taper_ceiling: Annotated[Positive | None, FIT, FREE, Since(4)] = None  # times a norm's output, at most
     # c: TaperNorm's fit, or FakeLN's
     calibration: Annotated[Literal["least_squares", "mean_scale"], TAPER, FREE, V2] = "least_squares"

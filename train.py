@@ -352,7 +352,7 @@ def main(held: ExitStack):
         logs, evals, saves = (is_last or (k + 1) % n == 0 for n in intervals)
         if logs or evals or saves or boundary or stop:
             step.check(batch_of, remedy, weights=saves or bool(stop))
-        step.gates.set(k + 1)  # a log line describes the model after its step
+        step.gates.set_behind(k)  # a log line describes the model after its step
         line = {}
         if logs:
             speed = (k + 1 - clock_iter) * tokens_per_iter / (time.perf_counter() - clock)

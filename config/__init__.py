@@ -119,14 +119,10 @@ class Config(ModelKnobs):
         if self.decay_lr and self.min_lr > self.learning_rate:
             raise BadInput(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
         check_gates(self)
-        self.check_form()
-        self.resolve_distillation()
-        return self
-
-    def check_form(self):
-        """Raises: BadInput for new weights in another form."""
         if self.form != "trained" and self.init_from == "scratch":
             raise BadInput(f"form={self.form} is not for new weights; leave it out, or name --init_from=PATH")
+        self.resolve_distillation()
+        return self
 
     def resolve_distillation(self):
         """Fill in adapter_alpha. Raises: BadInput for a teacher or adapters that make no sense."""
@@ -206,6 +202,8 @@ class Config(ModelKnobs):
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
         chosen = explicit & {"taper", "aux_weight", "site_weight", "norm"}  # with what they bring
         anew = (explicit | brought(base, *chosen)) & free | {"dropout"}
+        if "sink_token" in explicit:  # which takes the place of a sink in the text
+            anew.add("calib_skip_first")
         return dataclasses.replace(self, **theirs | {name: getattr(self, name) for name in anew})
 
     def remarks(self) -> list[str]:

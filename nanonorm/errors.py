@@ -21,6 +21,10 @@ class BadFile(ModelError):
     """A model file that is missing, damaged, or not a model file at all."""
 
 
+class AdaptersAlone(ModelError):
+    """A checkpoint that holds adapters, without the network that they are for."""
+
+
 def out_of_memory(e: Exception) -> bool:
     """Whether this is memory that could not be had, a CPU's or a GPU's."""
     return isinstance(e, MemoryError) or re.search(r"\ballocate\b|out of memory", str(e)) is not None

@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
-from nanonorm.errors import BadFile, BadInput, ModelError, out_of_memory
+from nanonorm.errors import AdaptersAlone, BadFile, BadInput, ModelError, out_of_memory
 
 try:
     import fcntl
@@ -231,7 +231,7 @@ def read_file(path, whole: bool = True, hollow: bool = False) -> dict:
         )
     if whole and "adapters" in file:
         remedy = "give the export of the finished run, or go on with the run"
-        raise ModelError(f"{path} holds adapters without the network that they are for; {remedy}")
+        raise AdaptersAlone(f"{path} holds adapters without the network that they are for; {remedy}")
     wrong = [name for name, t in file["state"].items() if not is_plain(t)]
     if wrong or not {"tok_emb.weight", "adapters", "parts"} & {*file, *file["state"]}:
         name = (wrong or ["tok_emb.weight"])[0]

@@ -43,6 +43,12 @@ class Gates:
         else:
             self.model.gate.fill_(gate_at(step, self.cfg))
 
+    def set_behind(self, step: int):
+        """Set the gates with which a step leaves the network: the next one's; but where that begins the taper
+        all norms are on until then."""
+        if self.model.phase != "norm":
+            self.set(step + 1)
+
     def phase(self, step: int) -> str:
         """The phase of a step. From gate_end on gates that wait are asked for, every LOOK steps."""
         late = step - self.cfg.gate_end

@@ -74,11 +74,15 @@ def off(knobs: type, *choices: str) -> dict:
 
 
 def brought(settings, *choices: str) -> set[str]:
-    """Names of these knobs, and of those that are refused without them, but for what `settings` read for the
-    sake of another knob."""
-    needs = facts(type(settings), Needs)
-    kept = {name for name in needs if any(n.knob not in choices and n.met(settings) for n in needs[name])}
-    return off(type(settings), *choices).keys() - kept
+    """Names of these knobs, of those that are refused without them, and so on; but for what `settings` read
+    for the sake of another knob."""
+    needs, found = facts(type(settings), Needs), set(choices)
+    while True:
+        kept = {name for name in needs if any(n.knob not in found and n.met(settings) for n in needs[name])}
+        more = off(type(settings), *found).keys() - kept
+        if more <= found:
+            return found
+        found |= more
 
 
 def is_read(knob: str, settings) -> bool:

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from nanonorm.cli import parse
-from nanonorm.errors import BadFile, BadInput, ModelError
+from nanonorm.errors import AdaptersAlone, BadFile, BadInput, ModelError
 from nanonorm.files import (
     TOKENIZER_FILES,
     atomic_write,
@@ -37,7 +37,7 @@ from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
 from nanonorm.machine import measure_peak
 from nanonorm.ranks import Ranks, local, rows_like
-from nanonorm.split import other_split
+from nanonorm.split import other_masks, other_split
 from nanonorm.typed import STRICT, Record, Whole, printable, why
 
 MARKS = ("ckpt.pt", "ckpt.prev.pt", "config.json", "metrics.jsonl")  # any of them: a run was here
@@ -267,7 +267,7 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if why_not and ranks.main:
         say(f"{why_not}; going on from step {file['progress']['iter']} of {source}")
     run = asked.resumed(explicit, file["run"])
-    for note in other_split(run, file["run"]) if ranks.main else ():
+    for note in other_split(run, file["run"]) + other_masks(run, file["run"]) if ranks.main else ():
         say(note)
     if "parts" in file:
         from nanonorm import parts
@@ -290,10 +290,17 @@ def beginning_in(files: list[str], settings: type) -> str:
 
 
 def given_weights(name: str, hollow: bool = False) -> tuple[dict, Path]:
-    """(file, its path) of the weights to start from: a run's checkpoint, or what else open_model takes.
-    hollow: as there. Raises: BadInput, ModelError."""
+    """(file, its path) of the weights to start from: a run's checkpoint, or its export where that holds
+    adapters alone; or what else open_model takes. hollow: as there. Raises: BadInput, ModelError."""
     checkpoint = Path(name) / "ckpt.pt"
-    return open_model(checkpoint if checkpoint.exists() else name, hollow)
+    if not checkpoint.exists():
+        return open_model(name, hollow)
+    try:
+        return open_model(checkpoint, hollow)
+    except AdaptersAlone:
+        if model_file(name) == checkpoint:  # the run is not over
+            raise
+        return open_model(name, hollow)
 
 
 def first_good(*paths: Path, settings: type) -> tuple[dict, Path, str]:

@@ -38,3 +38,10 @@ def other_split(now, before) -> list[str]:
     split = f"a step's windows go through as {as_split(now)}, not {as_split(before)}"
     coarse = ", which in 8 bits is coarse" if now.optimizer == "adamw_8bit" else ""
     return [f"{split}: the run goes on equal to rounding{coarse}, not to the bit{but_for}"]
+
+
+def other_masks(now, before) -> list[str]:
+    """The same of what draws dropout's masks: compiled code draws its own."""
+    if not now.dropout or now.compile == before.compile:
+        return []
+    return [f"compile={now.compile} draws dropout's masks otherwise than compile={before.compile} did"]

@@ -32,7 +32,7 @@ from nanonorm.files import atomic_write, folder_name
 from nanonorm.knobs import Anew, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
-from nanonorm.split import other_split
+from nanonorm.split import other_masks, other_split
 from nanonorm.typed import in_words
 from scripts.plan import shape_of
 
@@ -659,6 +659,13 @@ def test_a_resumed_run_may_split_its_steps_otherwise():
         now = resumed(run, **SPLIT)
         (remark,) = other_split(now, Config(**run))
         assert said in remark and remark.endswith("a micro-batch's own" if run else said)
+
+
+def test_a_resumed_run_says_that_its_masks_are_others():
+    for dropout, compiled, notes in ((0.1, True, 1), (0.1, None, 0), (0.0, True, 0)):
+        run = {"dropout": dropout}
+        now = resumed(run, compile=compiled)
+        assert len(other_masks(now, Config(**run).resolve())) == notes
 
 
 def test_knobs_that_the_run_does_not_read_bind_nothing():

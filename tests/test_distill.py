@@ -32,6 +32,7 @@ from nanonorm import adapters, kernels, parts
 from nanonorm.distill import Distilled, distill_loss, fingerprint, share
 from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks, deal
+from nanonorm.run import given_weights
 from nanonorm.timing import tensor_peak
 from scripts.couple import coupled
 from train import Step
@@ -610,6 +611,7 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
     assert {p.dtype for p in model.parameters()} == {torch.float64 if dtype == "float64" else torch.float32}
     file = final(out)
     assert set(file["state"]) == {f"blocks.{i}.norm_mlp.weight" for i in (0, 1)} and "teacher" in file["meta"]
+    assert given_weights(str(out))[1] == out / "folded.pt"  # what a new run starts from
     capfd.readouterr()
     train(out, "--prompt=import ", "--max_new_tokens=5", program="sample.py")
     assert capfd.readouterr().out.startswith("import ")
@@ -626,6 +628,8 @@ def test_a_resumed_run_is_the_same_run(base, student, corpus, tmp_path, one_thre
     resume = [f"--out_dir={cut}", "--init_from=resume"]
     assert "is not the teacher that the run" in refused(capsys, *resume, f"--teacher={student}")
     assert "holds adapters without the network" in refused(capsys, cut, program="sample.py")
+    with refuses("holds adapters without the network"):
+        given_weights(str(cut))
     train(*resume, f"--teacher={base / 'model.pt'}")
     whole, resumed = final(tmp_path / "whole"), final(cut)
     for part in ("state", "adapters", "optimizer"):

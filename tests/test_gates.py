@@ -383,6 +383,7 @@ def test_a_run_that_removes_site_by_site_goes_on_amid_it(corpus, tmp_path):
     lines = {line["iter"]: line for line in metrics(whole)}
     assert [lines[k]["gate"] for k in (10, 20, 25, 30, 40)] == pytest.approx([1, 5 / 7, 3 / 7, 2 / 7, 0])
     assert all(line["train/aux"] > 0 and line["s/target"] > 0 for line in lines.values())
+    assert lines[15]["gate"] == 1  # of its loss, too: the step that drops the first norm comes next
     assert lines[50]["val/loss"] == lines[50]["val/loss_gated"]
     assert lines[25]["val/loss"] != lines[25]["val/loss_gated"]
     assert max(load_model(whole / "folded.pt").meta["fold_error"].values()) < 1e-4

@@ -374,6 +374,18 @@ def test_what_two_of_a_files_losses_read_stays_with_the_one_that_stays():
     assert not begun_from(file, new.resolve().model_config(), "x.pt").taper_norms()
 
 
+def test_what_a_named_knob_makes_pointless_is_let_go_of():
+    """However far down: another norm takes no site loss, and without one nothing says how that looks."""
+    site = {"site_weight": 1.0, "site_far": 2.0, "site_rate": 0.5, "sink_multiple": 4.0}
+    site |= {"taper_from_layer": 1, "calib_skip_first": True}
+    base = ModelConfig(**SMALL | {"n_layer": 2}, norm="layernorm", **site)
+    file = Transformer(base).to_file({"gate": 1.0, "phase": "norm"})
+    new = Config(norm="cbwc").started_from(file, {"norm"}, "x.pt").resolve().model_config()
+    assert all(getattr(new, name) == getattr(ModelConfig, name) for name in site)
+    new = Config(sink_token=3).started_from(file, {"sink_token"}, "x.pt").resolve().model_config()
+    assert (new.sink_token, new.calib_skip_first, new.site_far) == (3, False, 2.0)
+
+
 # --- dropout's masks are a function of (seed, step, micro-batch)
 
 
