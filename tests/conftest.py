@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from running import flags, train  # noqa: E402
-from slow_part import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401 (pytest's hooks)
+from slow_part import MINUTES, pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401 (pytest's hooks)
 
 from data import prepare  # noqa: E402
 from data.tokenizer import END, load_tokenizer  # noqa: E402
@@ -67,9 +67,9 @@ GPT2 = {"positions": "learned", "mlp": "gelu", "bias": True}  # the shape of its
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def slow(*case):
+def slow(*case, minutes: float = MINUTES):
     """A case of a parametrized test that is left to the long suite."""
-    return pytest.param(*case, marks=pytest.mark.slow)
+    return pytest.param(*case, marks=pytest.mark.slow(minutes=minutes))
 
 
 def tiny_config(variant: str = "rmsnorm", **more) -> ModelConfig:

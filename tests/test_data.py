@@ -297,6 +297,7 @@ def test_hub_stories_become_the_corpus(hub, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
+@pytest.mark.slow
 def test_stdlib_is_this_pythons_library(tmp_path):
     said_by(ROOT / prepare_of("stdlib"), "--out_dir=out", cwd=tmp_path)
     meta, documents = check_manifest(tmp_path / "out")

@@ -48,7 +48,7 @@ def exported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant, form, shape", [n if n[0] == "rmsnorm-internal" else slow(*n) for n in NETWORKS]
+    "variant, form, shape", [n if n[0] == "rmsnorm-internal" else slow(*n, minutes=0.35) for n in NETWORKS]
 )
 def test_onnxruntime_computes_the_same(exported, tmp_path, variant, form, shape):
     """At once, and as it decodes: a prompt and 32 tokens one by one; and in a graph without a past."""

@@ -182,6 +182,7 @@ def copied(tmp_path_factory):
     return lambda *words: said_by(*words, cwd=tree, env=env), tree
 
 
+@pytest.mark.slow(minutes=0.5)
 def test_a_corpus_a_run_a_knob_and_a_column_of_ones_own(copied):
     """The corpus is prepared when it is needed, the run's record has the knob, the network reads it, the fold
     is proved, and the benchmark has the column."""

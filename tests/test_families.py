@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import GPT2, VARIANTS, batch, scale_of_difference, tiny, tokens
-from hypothesis import given
+from conftest import GPT2, VARIANTS, batch, scale_of_difference, slow, tiny, tokens
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import watch
 
@@ -35,9 +35,14 @@ def of(family: str, variant: str, **more) -> Transformer:
 # --- every norm in every family
 
 
-@given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99), st.data())
-def test_every_form_of_every_family_has_the_models_logits(family, variant, seed, data):
+@pytest.mark.parametrize("count", [15, slow(150)])
+def test_every_form_of_every_family_has_the_models_logits(count):
     """Whole, through the cache however the text is cut, and from a file."""
+    networks = st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99)
+    settings(max_examples=count)(given(*networks, st.data())(assert_every_form_has_its_logits))()
+
+
+def assert_every_form_has_its_logits(family, variant, seed, data):
     model, idx = of(family, variant, seed=seed).eval(), tokens(2, 16, seed=seed)
     cuts = sorted(data.draw(st.sets(st.integers(1, 15))))
     with torch.no_grad():

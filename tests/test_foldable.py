@@ -673,7 +673,7 @@ def brute_force(model, x, norm: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("count, most", [(40, 8), slow(600, 12)])
+@pytest.mark.parametrize("count, most", [(15, 8), slow(600, 12)])
 def test_random_networks_agree_with_brute_force(count, most):
     @settings(max_examples=count)
     @given(st.lists(STEP, min_size=2, max_size=most), st.booleans())

@@ -521,7 +521,7 @@ print(sum(t.nbytes for t in state.values()), peak.bytes)
     "name, stored, read",
     [
         (GPT2, "float32", "None"),
-        (LLAMA, "bfloat16", "None"),
+        slow(LLAMA, "bfloat16", "None"),
         slow(LLAMA, "float32", "None"),
         slow(GPT2, "float32", "bfloat16"),
     ],

@@ -142,6 +142,7 @@ def test_adapters_and_a_base_that_is_the_teachers(kind, capsys, monkeypatch):
     assert theirs == kept - adapters
 
 
+@pytest.mark.slow
 def test_the_8b_distillation_needs_two_cards(capsys, monkeypatch):
     """As its file says, with every figure that the plan prints; one card does not hold it."""
     pytest.importorskip("peft")
@@ -158,6 +159,7 @@ def test_the_8b_distillation_needs_two_cards(capsys, monkeypatch):
     assert f"without --shard {alone['bytes'] / 1e9:.1f} GB" in said
 
 
+@pytest.mark.slow
 def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
     """By what docs/sharding.md says of it, on one card and on each of two; of logits too."""
     said = " ".join((ROOT / "docs/sharding.md").read_text().split())

@@ -357,7 +357,7 @@ def test_what_does_not_combine_is_refused(knobs, device, said, corpus, tmp_path,
         assert said in refused(capsys, *flags(tmp_path / "run", corpus, shard=True, **knobs))
 
 
-@pytest.mark.slow(minutes=3)
+@pytest.mark.slow(minutes=1.3)
 @pytest.mark.parametrize("others", [(2, 4), (4, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on(others, plain, corpus, tmp_path):
     first, then = others
@@ -376,7 +376,7 @@ def test_ranks_shard_an_unsharded_run_and_the_other_way(plain, tmp_path):
     assert_same_log(plain, went_on(again, tmp_path / "whole", "--shard=False"), 1e-10)
 
 
-@pytest.mark.slow(minutes=5)
+@pytest.mark.slow(minutes=0.8)
 @pytest.mark.parametrize(
     "fault", [(1, "fsync", 2), (1, "fsync", 3), (0, "fsync", 7), (0, "replace", 6), (0, "write", 20)]
 )

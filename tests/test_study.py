@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 
 import pytest
 import torch
+from conftest import slow
 from running import ROOT, exit_status, refused, said_by
 
 from config import Config
@@ -293,7 +294,7 @@ def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(toy, tm
     assert said.read_text().split() == ["two", "one", "six"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
 def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
     """SIGTERM is handed on; a Ctrl-C, which a terminal sends to both, reaches the step once."""
     exits = "from nanonorm.errors import exit_on_signals\nexit_on_signals()\n"
@@ -365,6 +366,7 @@ def test_a_run_that_fails_keeps_no_next_step_from_its_work(bad, ends, toy, tmp_p
 
 # --- rehearsals: the whole of each study, at toy size
 
+TAKES = {"folding": 1, "norm_free": 5, "tinystories_small": 4}  # minutes
 WRITTEN = {
     "coupled_posthoc": {"start", "distilled.csv", "distilled.png", "held_out.md"},
     "folding": {"what_does_folding_gain"},
@@ -378,8 +380,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.slow(minutes=4)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [slow(name, minutes=TAKES.get(name, 3)) for name in NAMES])
 def test_a_study_is_rehearsed_offline_on_a_cpu(name, tmp_path):
     for package in ("peft", "matplotlib", "pandas", "transformers"):
         pytest.importorskip(package)

@@ -118,13 +118,17 @@ def test_looking_changes_nothing(reference, corpus, tmp_path):
     assert_same(final(reference)["state"], final(tmp_path / "run")["state"])
 
 
-def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thread):
+PHASES = (1, 14), (16, 44), (46, 55)  # the reference's steps
+
+
+@pytest.mark.parametrize("phases", [PHASES[1:2], slow(PHASES, minutes=0.5)])
+def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thread, phases):
     """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share. Each
     process has an order of hashes of its own."""
     out, seed, step = tmp_path / "run", time.time_ns(), 0
     print(f"seed {seed}")  # pytest shows it where the test fails
     rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
-    for first, last in ((1, 14), (16, 44), (46, 55)):  # the reference's phases
+    for first, last in phases:
         killed(argv, rng.choice(["before", "after"]), rng.randint(first, last) - step)
         step = final(out)["progress"]["iter"]
     killed(argv, "write", rng.randint(1, 100))
@@ -135,7 +139,7 @@ def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thr
         assert_same(*(read_file(run / name)["state"] for run in (reference, out)))
 
 
-@pytest.mark.parametrize("start, checkpoint", [(16, False), (8, True)])
+@pytest.mark.parametrize("start, checkpoint", [(8, True), slow(16, False)])
 def test_a_run_that_watches_its_norms_goes_on_amid_a_phase(start, checkpoint, corpus, tmp_path, capsys):
     """To the bit, from the middle of the norm phase and of the blend: with sinks left out of c, a ceiling and
     a site loss; their logs last as long as they do, and what is exported has none of them."""
@@ -434,6 +438,7 @@ def test_damaged_checkpoints_are_one_line(reference, tmp_path, capsys):
         assert said in refused(capsys, "--init_from=resume", f"--out_dir={tmp_path}")
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(corpus, tmp_path):
     """The second is refused while the first lives; whatever the first writes stays whole."""
     argv, fault = flags(tmp_path / "run", corpus), {"at": "before", "n": 10, "do": "SIGSTOP"}
