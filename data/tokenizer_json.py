@@ -46,11 +46,12 @@ def beginning(tokenizer: TokenizerJson) -> bytes:
     return core.to_str().encode()
 
 
-def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
+def files_of(tokenizer: Tokenizer, longest: int, begins: bool = True) -> dict[str, bytes]:
     """{name: bytes} of a folder's tokenizer and its generation_config.json; a tokenizer.json goes as it came,
-    but for what `beginning` adds. longest: the network's longest text, in tokens.
+    but for what `beginning` adds.
 
-    Raises: ModelError if the ids are not the same.
+    Args: longest: the network's longest text, in tokens; begins: whether a text wants its begin token, which
+    a sink is already. Raises: ModelError if the ids are not the same.
     """
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
     settings |= {"pad_token": tokenizer.end_token, "padding_side": "left"}
@@ -65,7 +66,7 @@ def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         settings |= {"unk_token": core.model.unk_token, "split_special_tokens": True}
         files = {"tokenizer.json": core.to_str(pretty=True).encode()}
     else:
-        files = tokenizer.files | {"tokenizer.json": beginning(tokenizer)}
+        files = tokenizer.files | ({"tokenizer.json": beginning(tokenizer)} if begins else {})
         settings |= json.loads(files.get("tokenizer_config.json", "{}"))
         if settings["tokenizer_class"] == "TokenizersBackend":  # in transformers 5; 4 knows the older name
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -75,7 +76,7 @@ def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     return files | {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in made.items()}
 
 
-def write_files(tokenizer: Tokenizer, longest: int, folder: Path):
+def write_files(tokenizer: Tokenizer, longest: int, folder: Path, begins: bool = True):
     """Write them into a folder. Raises: ModelError."""
-    for name, content in files_of(tokenizer, longest).items():
+    for name, content in files_of(tokenizer, longest, begins).items():
         (folder / name).write_bytes(content)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from running import Peak, finished, gguf_file, refused, train
 
 from data.tokenizer import load_tokenizer
-from data.tokenizer_json import write_files
-from forms import from_file
+from forms import fold, from_file
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.gguf import header
 from nanonorm.hub import is_pretrained, read_pretrained
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import gguf as export
+from scripts.exports import hf
 
 gguf = pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
 from test_export_gguf import NETWORKS, ODD_TEXTS, TEXT, job_of, network, tokenizer_json  # noqa: E402
@@ -298,14 +298,14 @@ def test_a_tokenizer_comes_back(kind, tmp_path):
     assert read.same_ids(own)
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "sentencepiece"])  # without a begin token, and with one
-def test_transformers_begins_a_text_as_we_do(kind, tmp_path):
+@pytest.mark.parametrize("kind, sink", [("gpt-2", None), ("sentencepiece", None), ("sentencepiece", 1)])
+def test_transformers_begins_a_text_as_we_do(kind, sink, tmp_path, code_cache):
+    """With its begin token, if it has one; but not behind a sink, which is that token."""
     transformers = pytest.importorskip("transformers")
     own = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", tokenizer_json(kind, tmp_path / "own")))
-    folder, begin = tmp_path / "folder", [own.bos_id] if own.bos_id is not None else []
-    folder.mkdir()
-    write_files(own, 64, folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    folder, begin = tmp_path / "folder", [own.bos_id] if (own.bos_id, sink) == (1, None) else []
+    hf.write(job_of(fold(network("rmsnorm-internal", sink_token=sink)), own, folder, T=32))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     for text in TEXTS[-3::2]:
         assert theirs(text)["input_ids"] == begin + own.encode(text)
         assert load_tokenizer(folder).encode(text) == own.encode(text)

@@ -215,7 +215,7 @@ def write(job: Job) -> dict:
     for file, text in texts.items():
         (job.folder / file).write_text(text)
     write_weights(tensors, job.folder)
-    write_files(job.tokenizer, job.model.config.longest_text, job.folder)
+    write_files(job.tokenizer, c.longest_text, job.folder, begins=not sunk)
     errors = {}
     for dtype in dict.fromkeys((torch.float64, job.dtype) if job.exact else (job.dtype,)):
         wide = torch.promote_types(dtype, torch.float32)
