@@ -9,7 +9,8 @@
 A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
 Five examples of MMLU want a context of about 4,000 tokens: lm_eval cuts what is longer from the left, and how
 often it did is said. GPQA is gated: `hf auth login`, and accept its terms. HF_HUB_OFFLINE=1 takes the data
-from the cache. Needs the packages of requirements-export.txt.
+from the cache. Code that a stranger's folder brings runs only with lm_eval's --trust_remote_code. Needs the
+packages of requirements-export.txt.
 """
 
 import argparse
