@@ -139,9 +139,7 @@ def whole_rmsnorm(file: dict, path: Path) -> ModelConfig:
     if base.norm != "rmsnorm":
         raise BadInput(f"{path} has norm={base.norm}; CoupledNorm takes the place of rmsnorm")
     if base.norm_eps > 1:
-        raise BadInput(
-            f"{path} has norms that only scale, by an eps of {base.norm_eps:.0e}; name its original"
-        )
+        raise BadInput(f"{path} has norms that only scale: eps is {base.norm_eps:.0e}; name its original")
     if base.taper != "none" and (base.form != "trained" or phase_and_gates(file, path)[0] != "norm"):
         raise BadInput(f"{path} has begun to taper; CoupledNorm takes the place of norms that are whole")
     return base

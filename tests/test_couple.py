@@ -190,7 +190,7 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
         ([out, *argv[1:]], "has norm=coupled"),
         ([tmp_path / "far.pt", *argv[1:]], "stream is not finite"),
         ([tmp_path / "layernorm.pt", *argv[1:]], "has norm=layernorm"),
-        ([tmp_path / "idle.pt", *argv[1:]], "has norms that only scale, by an eps of 1e+18"),
+        ([tmp_path / "idle.pt", *argv[1:]], "has norms that only scale: eps is 1e+18"),
         ([tmp_path / "scale.pt", *argv[1:]], "has begun to taper"),
         ([tmp_path / "folded.pt", *argv[1:]], "has begun to taper"),
     ):

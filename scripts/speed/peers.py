@@ -162,10 +162,7 @@ def infer_hf(k, folder, dtype, how):
 def decode_hf(model, idx, new_tokens: int, how: str):
     """() -> idx (B, T) and the likeliest tokens after it. how: "", or "[compiled ]static cache"."""
     options = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_new_tokens": new_tokens}
-    options |= {
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }  # as many tokens as asked for, an end among them or not
+    options |= {"pad_token_id": 0, "eos_token_id": None}  # no token ends it, as here
     if how:
         options |= {"cache_implementation": "static"}
     if "compiled" in how:  # by generate itself, which on a CPU wants to be told
