@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from running import flags, train  # noqa: E402
-from slow_part import MINUTES, pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401 (pytest's hooks)
+from slow_part import MINUTES, pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401 (hooks)
 
 from data import prepare  # noqa: E402
 from data.tokenizer import END, load_tokenizer  # noqa: E402

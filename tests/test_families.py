@@ -35,7 +35,7 @@ def of(family: str, variant: str, **more) -> Transformer:
 # --- every norm in every family
 
 
-@pytest.mark.parametrize("count", [15, slow(150)])
+@pytest.mark.parametrize("count", [15, slow(40)])
 def test_every_form_of_every_family_has_the_models_logits(count):
     """Whole, through the cache however the text is cut, and from a file."""
     networks = st.sampled_from(list(FAMILIES)), st.sampled_from(list(VARIANTS)), st.integers(0, 99)

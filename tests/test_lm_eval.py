@@ -82,7 +82,7 @@ def test_beside_a_sink_no_row_is_padded(tmp_path):
         assert harness.batch_size(a_folder(tmp_path, sink=sink)) == size
 
 
-def test_a_stranger_s_code_does_not_run(tmp_path):
+def test_a_strangers_code_does_not_run(tmp_path):
     for kind in ("llama", "nanonorm_llama"):
         told = harness.model_args(a_folder(tmp_path, model_type=kind), "float32")
         assert ("trust_remote_code=True" in told) == (kind == "nanonorm_llama")

@@ -136,8 +136,8 @@ def test_contestants_take_turns_until_one_dies(capfd):
     said = take_turns({"a": (steady, "a", 0.01), "b": (steady, "b", 0.0)}, rounds=3, seed=0)
     assert said == {"a": ["ready", "a", "a", "a"], "b": ["ready", "b", "b", "b"]}
 
-    with pytest.raises(BadInput, match="c crashed; see its traceback above"):
-        take_turns({"c": (dying,)}, rounds=3, seed=0)
+    with pytest.raises(BadInput, match="b crashed; see its traceback above"):
+        take_turns({"a": (steady, "a", 0.0), "b": (dying,)}, rounds=3, seed=0)
     assert "no more" in capfd.readouterr().err
 
 

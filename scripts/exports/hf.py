@@ -197,7 +197,7 @@ def write(job: Job) -> dict:
     family, sunk = FAMILIES[name], c.sink_token is not None
     tensors, modules = translated(job.model, family, twin)
     config = {
-        **to_theirs(twin, family),
+        **to_theirs(twin | {"block_size": c.longest_text}, family),  # a sink has a position of its own
         "model_type": f"nanonorm_{family.model_type}",
         "architectures": ["NanonormForCausalLM"],
         "original_architecture": name,  # which TransformerLens asks for
@@ -209,7 +209,6 @@ def write(job: Job) -> dict:
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }
-    config["max_position_embeddings" if c.positions == "rope" else "n_positions"] = c.longest_text
     texts = {"config.json": json.dumps(config, indent=1) + "\n", CODE.name: code_for(name)}
     texts["LICENSE.nanonorm"] = (ROOT / "LICENSE").read_text()
     for file, text in texts.items():

@@ -30,7 +30,8 @@ import torch
 from data.tokenizer import load_tokenizer  # not found? pip install -e .
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.files import ROOT, json_object
+from nanonorm.files import ROOT
+from nanonorm.hub import read_config
 from scripts.exports.stock import EPS
 
 TASKS = Path(__file__).with_name("tasks")
@@ -95,7 +96,7 @@ def model_args(folder: Path, dtype: str) -> str:
     A sink is the begin token of each text, so the tokenizer gives none. lm_eval wants a token in front of a
     long text's first all the same: there it is the end of a line.
     """
-    config, args = config_of(folder), [f"pretrained={folder}", f"dtype={dtype}"]
+    config, args = read_config(folder), [f"pretrained={folder}", f"dtype={dtype}"]
     eps = max(config.get(name) or 0 for name in ("rms_norm_eps", "layer_norm_epsilon"))
     if dtype == "float16" and eps > EPS[torch.float16]:
         why = "its gains, as large as its eps, overflow in float16"
@@ -111,11 +112,7 @@ def model_args(folder: Path, dtype: str) -> str:
 def batch_size(folder: Path) -> str:
     """Of an export on a CPU: one text beside a sink. lm_eval pads by ends of text there, which can run away,
     and a weight of 0 times infinity then spoils the row."""
-    return "1" if config_of(folder).get("sink") else "4"
-
-
-def config_of(folder: Path) -> dict:
-    return json_object((folder / "config.json").read_bytes())
+    return "1" if read_config(folder).get("sink") else "4"
 
 
 def reason(said: list[str]) -> str:
