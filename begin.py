@@ -36,7 +36,7 @@ def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype, hollo
         start.file["state"] = thin(start.file["state"])
     teacher = make_teacher(start, hollow)
     model = make_model(start, corpus, data_folder, hollow)
-    if start.file is not None and not changes_norm(model, start):
+    if start.file is not None and other_norm(model, start) is None:
         start.file["state"] = {}  # so that what the network lets go of is free
     model.end_token = corpus.get("end_token_id")
     if teacher is None:
@@ -76,9 +76,6 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
     for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
         lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
         raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
-    if cfg.sink_token is not None and "block_size" in corpus:
-        cut = f"{data_folder} is cut into windows, which bring a begin token of their own"
-        raise BadInput(f"{cut}; with sink_token take a corpus that is not cut")
     if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
         below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
         raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
@@ -182,22 +179,27 @@ def provenance(model: Transformer, corpus: dict, device, dtype, ranks: int) -> d
 # in words
 
 
-def changes_norm(model: Transformer, start: Beginning) -> bool:
-    """Whether a network, of no student, is begun from weights with another norm."""
-    begins = start.given is not None and start.settings.teacher is None
-    return begins and model.config.norm != ModelConfig(**start.file["config"]).norm
+def other_norm(model: Transformer, start: Beginning) -> str | None:
+    """The knob that gives a network, of no student, another norm than the weights that it is begun from, or
+    puts CoupledNorm into other blocks; None if none does."""
+    if start.given is None or start.settings.teacher is not None:
+        return None
+    before = ModelConfig(**start.file["config"])
+    knobs = ("norm", "coupled_from_layer")
+    return next((name for name in knobs if getattr(model.config, name) != getattr(before, name)), None)
 
 
 def change_of(model: Transformer, start: Beginning, val_tokens) -> list[str]:
     """How far a network begun with another norm is from the one it was begun from; nothing of any other."""
-    if not changes_norm(model, start):
+    knob = other_norm(model, start)
+    if knob is None:
         return []
     base = config_of(start.file, start.given)
     c = model.config
     before = untapered(start.file, start.given, c.block_size, c.sink_token).to(model.tok_emb.weight.dtype)
     x, y = few_windows(val_tokens, model.config)
     found = divergence(before, model.eval(), zip(x.split(1), y.split(1), strict=True))
-    norms = f"norm={model.config.norm} in place of {base.norm} moves the network by"
+    norms = f"{knob}={getattr(c, knob)} in place of {getattr(base, knob)} moves the network by"
     return [f"{norms}: {found}, on {len(x)} x {x.shape[1]} tokens of the validation split"]
 
 

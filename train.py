@@ -280,7 +280,7 @@ def main(held: ExitStack):
     data_folder = corpus_folder(cfg.dataset)
     if ranks.main:
         prepare_if_missing(data_folder, None if start.given is None else str(start.given))
-    corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text)
+    corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text, cfg.ahead)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks()
     if ranks.main:

@@ -356,9 +356,9 @@ def check_written(path: Path, count: dict[str, int], dtype: str):
     )
 
 
-def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.ndarray]:
+def open_corpus(folder: Path, block_size: int, ahead: int = 0) -> tuple[dict, np.ndarray, np.ndarray]:
     """Open a prepared corpus and check it: each split is sound, and long enough for one window of block_size,
-    in which it is cut if it is cut.
+    in which it is cut if it is cut; not cut for a network that puts tokens ahead of a text itself.
 
     Returns: (what meta.json holds and each split's sha256, train tokens, val tokens). The tokens are 1-D and
     memory-mapped, int16 or int32 whose bits are those of the unsigned ids. Raises: BadInput.
@@ -374,6 +374,9 @@ def open_corpus(folder: Path, block_size: int) -> tuple[dict, np.ndarray, np.nda
         raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); prepare {folder} again") from None
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read the corpus in {folder} ({e}); prepare it again") from None
+    if manifest.block_size and ahead:
+        cut = f"{folder} is cut into windows, which bring a begin token of their own"
+        raise BadInput(f"{cut}; with sink_token take a corpus that is not cut (data/windows.py --sink=True)")
     if manifest.block_size not in (None, block_size):
         cut = f"{folder} is cut into windows of {manifest.block_size} tokens, not {block_size}"
         raise BadInput(f"{cut}; read it in those, or cut it again with data/windows.py")

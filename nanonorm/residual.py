@@ -21,6 +21,8 @@ def watched(model, see):
 
         hooks.append(block.register_forward_pre_hook(before_block))
         hooks.append(block.attn.proj.register_forward_hook(after_attention))
-    yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

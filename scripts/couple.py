@@ -19,6 +19,7 @@ folder: model.pt, the tokenizer, couple.md with the same tables, couple.json wit
 (needs matplotlib).
 """
 
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -251,7 +252,7 @@ def main():
         raise BadInput(f"keep={cfg.keep} leaves none of the {base.n_layer} blocks of {path} to couple")
     T = min(cfg.window, base.longest_text)
     data_folder = corpus_folder(cfg.data)
-    corpus, train, val = open_corpus(data_folder, T)
+    corpus, train, val = open_corpus(data_folder, T, base.ahead)
     refuse_other_tokens(corpus, data_folder, file["meta"].get("corpus", {}), path)
     with whole_folder(Path(cfg.out).resolve()) as folder:
         figures = Figures(folder)  # asks for matplotlib now, and not after minutes
@@ -283,9 +284,10 @@ def main():
         shown = draw(figures, rms, own, keep)
         figures.write("couple.md", [f"# {words[0]} with CoupledNorm", settings, *tables, shown])
         write_json(folder / "couple.json", as_json(rms, own, found, choice), indent=1)
-    distil = f"python train.py --init_from={cfg.out} --teacher={words[0]} --adapter=dora --coupled_grad=True"
     block = corpus.get("block_size", min(1024, student.config.block_size))  # else it has to be named
-    print(f"wrote {cfg.out}\nnext: {distil} --dataset={cfg.data} --block_size={block}")
+    distil = ["train.py", f"--init_from={cfg.out}", f"--teacher={words[0]}", "--adapter=dora"]
+    distil += ["--coupled_grad=True", f"--dataset={cfg.data}", f"--block_size={block}"]
+    print(f"wrote {cfg.out}\nnext: {shlex.join(['python', *distil])}")
 
 
 if __name__ == "__main__":

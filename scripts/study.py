@@ -37,6 +37,7 @@ import os
 import re
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,16 @@ class StudyKnobs:
     work: str | None = None  # with --try a folder that stays, to go on in
 
 
+class Filled(str):
+    """A value with its names filled in. words: what a step has where the value stands alone: one for each of
+    its template's, none of them parted by a space of a name's value; a path of the command line is one."""
+
+    def __new__(cls, template: str, names: dict, path: bool = False):
+        value = super().__new__(cls, template if path else template.format_map(names))
+        value.words = [template] if path else words_of(template, names)
+        return value
+
+
 class Row(str):
     """A key of a table of rows, with the row's columns as attributes: {model} and {model.teacher}."""
 
@@ -122,7 +133,8 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     if taken := [name for name in [*inputs, *values] if name in always]:
         raise BadInput(f"the study has a name {taken[0]} of its own, which is always there; rename it")
     for name, remark in inputs.items():
-        text = given.get(name) or values.pop(name, "").format_map(fixed)
+        default = values.pop(name, "")  # of [try]
+        text = given.get(name) or default.format_map(fixed)
         if not text:
             raise BadInput(f"name --{name}=PATH: {remark}")
         if not Path(text).exists():
@@ -130,13 +142,14 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
         found[name] = Path(text).resolve()
     for name, value in values.items():
         if isinstance(value, str):
-            found[name] = given.get(name, value).format_map(found)
+            path = name in given and Path(given[name]).exists()
+            found[name] = Filled(given.get(name, value), found, path)
             continue
         rows = value if isinstance(value, dict) else {key: {} for key in value}
         chosen = [key for key in given[name].split(",") if key] if name in given else rows
         if unknown := [key for key in chosen if key not in rows and rows is value]:
             raise BadInput(f"--{name}={unknown[0]}: there are {', '.join(rows)}")
-        columns = [{c: text.format_map(found) for c, text in rows.get(key, {}).items()} for key in chosen]
+        columns = [{c: Filled(text, found) for c, text in rows.get(key, {}).items()} for key in chosen]
         found[name] = list(map(Row, chosen, columns))
     return found
 
@@ -180,9 +193,9 @@ def words_of(text: str, names: dict) -> list[str]:
     """The words of a command. A word that is a {name} alone becomes as many as its value has, or none."""
     words = []
     for word in shlex.split(text):
-        filled = word.format_map(names)
-        alone = re.fullmatch(r"\{[\w.]+\}", word) and not isinstance(names.get(word[1:-1]), Path)
-        words += shlex.split(filled) if alone else [filled]
+        alone = re.fullmatch(r"\{([\w.]+)\}", word)
+        value = string.Formatter().get_field(alone[1], (), names)[0] if alone else None
+        words += value.words if isinstance(value, Filled) else [word.format_map(names)]
     return words
 
 

@@ -40,6 +40,7 @@ from nanonorm.files import ROOT, hold_folder
 from nanonorm.knobs import is_read
 from nanonorm.log import tail
 from nanonorm.run import given_weights
+from nanonorm.schedules import end_by_ratio
 from nanonorm.typed import Count, Some
 from scripts.studies.runs import AUX_WEIGHT, NO_WEIGHTS, PAPER_ROWS, PlannedRun, identity, look, settings_in
 
@@ -138,6 +139,8 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
         flags = {n: v for n, v in flags.items() if is_read(n, config) or n in undo}
         argv, anew, config = parsed()
         config.resolve().model_config()
+        if "gate_end_ratio" in {*named} & {*flags} and config.gate_end != end_by_ratio(config):
+            raise BadInput(f"gate_end={config.gate_end} is set, whatever the ratio; sweep gate_end instead")
     except (BadInput, ModelError) as e:
         point = ", ".join(words + [f"{n}={flags[n]}" for n in named if n in flags])
         raise BadInput(f"{point}: {e}" if point else str(e)) from None
@@ -189,10 +192,11 @@ def start(run: PlannedRun, state: str, threads: int) -> subprocess.Popen:
 
 def outcome(run: PlannedRun, code: int) -> str:
     """What became of a run whose process has ended."""
-    end = run.last_line()
-    if code == 0:
-        return f"finished, val/loss {str(end.get('val/loss'))[:6]}"
+    if code == 0 and run.at_end():
+        return f"finished, val/loss {str(run.last_line()['val/loss'])[:6]}"
     log = f"{run.folder}.log"
+    if code == 0:
+        return f"ended, but its log does not: move {run.folder} away to train it anew ({log})"
     said = [line.strip() for line in tail(log) if line.strip()]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
     return f"{how}: {said[-1] if said else 'it said nothing'} ({log})"
@@ -248,7 +252,7 @@ class Crew:
             code = process.poll()
             if code is not None:
                 del self.working[run]
-                self.end(run, outcome(run, code), failed=code != 0)
+                self.end(run, outcome(run, code), failed=code != 0 or not run.at_end())
 
     def end(self, run: PlannedRun, said: str, failed: bool):
         self.say(f"{run.name} {said}")

@@ -126,6 +126,13 @@ def test_cbwc_and_coupled_start_from_a_checkpoint(norm, family, dropout, bpe_cor
 # --- a run's own weights
 
 
+def test_coupling_in_other_blocks_is_said_as_another_norm_is(base, corpus, tmp_path, capfd):
+    train(*started(tmp_path / "coupled", corpus, base, norm="coupled", **TWO_STEPS))
+    capfd.readouterr()
+    train(*started(tmp_path / "run", corpus, tmp_path / "coupled", coupled_from_layer=2, **TWO_STEPS))
+    assert "coupled_from_layer=2 in place of 0 moves the network by: " in capfd.readouterr().out
+
+
 def test_a_run_goes_on_with_a_taper(base, corpus, tmp_path):
     out, before = tmp_path / "run", (base / "ckpt.pt").read_bytes()
     train(*started(out, corpus, base, taper="internal", max_iters=20, gate_start=5, gate_end=15))

@@ -299,7 +299,7 @@ def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path,
     assert rows["dyt"][3].startswith(f"{gap:+.2f} ")
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
     assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
-    for bad, said in (("lr", "train.py has no such knob"), ("gate_end_ratio", "it sets no runs apart")):
+    for bad, said in (("lr", "train.py has no such knob"), ("out_dir", "it sets no runs apart")):
         argv = ("papers", runs, f"--tuned={bad}", f"--out={tmp_path / 'out'}")
         assert f": --tuned={bad}: {said}\n" in refused(capsys, *argv, program=REPORT)
 
@@ -368,6 +368,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         (["papers", empty], "no finished run"),
         ([*of_gpt2, f"--base={out}"], f"--base={out} holds 0 runs; name the folder of one"),
         ([*of_gpt2, f"--base={seeds}"], f"--base={seeds} holds 2 runs; name the folder of one"),
+        (["gaps", seeds, "--by=gate_end_ratio"], "a run is told by the gate_end that it gave"),
         (["held_out", nothing], f"{nothing} has no losses; name what scripts/evaluate.py"),
         (["held_out", times], f"{times} has no losses; name what scripts/evaluate.py"),
     ):
@@ -375,6 +376,11 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = refused(capsys, "papers", seeds, f"--out={out}", program=REPORT)
     assert "a figure needs matplotlib" in error and "pip install matplotlib" in error
+
+
+def test_no_report_writes_over_what_is_committed_unasked():
+    knobs = [each.Knobs() for each in report.REPORTS.values()]
+    assert len(knobs) > 6 and not [k.out for k in knobs if str(k.out).startswith("results")]
 
 
 def test_a_loss_that_overflows_in_mid_taper_leaves_no_run_out(undrawn, tmp_path):
@@ -390,6 +396,7 @@ def test_a_networks_seeds_are_one_row_of_held_out_and_no_other_network_is():
     assert held_out.names_of(models) == dict(zip(models, (a, a, b, "base"), strict=True))
     assert set(held_out.names_of(models[:2]).values()) == {"dora"}
     assert len(set(held_out.names_of(["run/unfused.pt", "run/folded.pt"]).values())) == 2
+    assert set(held_out.names_of(["seed1/folded.pt", "seed2/folded.pt"]).values()) == {"."}
     losses = dict(zip(models, (1.0, 3.0, 5.0, 0.5), strict=True))
     rows = [{"model": m, "data": f"data/{n}", "ce": n * ce} for m, ce in losses.items() for n in (1, 2)]
     found = held_out.by_seed(rows, held_out.names_of(models), "ce")

@@ -101,6 +101,8 @@ def test_a_corpus_of_windows_is_read_window_by_window(mixed):
     assert set(map(tuple, x.tolist())) == set(map(tuple, rows))
     with pytest.raises(BadInput, match="cut into windows of 8 tokens, not 4"):
         data.open_corpus(mixed, 4)
+    with pytest.raises(BadInput, match="with sink_token take a corpus that is not cut"):
+        data.open_corpus(mixed, 7, ahead=1)
 
 
 def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path, capsys):

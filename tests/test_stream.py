@@ -19,6 +19,7 @@ from config import Config
 from data.tokenizer import load_tokenizer
 from forms import fold
 from nanonorm.metrics import residual
+from nanonorm.residual import watched
 from nanonorm.run import given_weights
 from scripts import stream
 from scripts.exports.networks import open_network
@@ -37,6 +38,13 @@ def run(capsys, out, *argv) -> tuple[str, list[dict], list[dict]]:
 def rows_of(model, idx, multiple: float = 4.0) -> list[dict]:
     r, power = stream.measure(model, idx.split(4))
     return [stream.site_row(*site) for site in zip(r, power, stream.sinks_of(r, multiple), strict=True)]
+
+
+def test_nobody_watches_any_longer_when_the_body_fails(text):  # noqa: F811
+    model = network("rmsnorm", phase="norm")
+    with pytest.raises(ZeroDivisionError), watched(model, lambda i, x, h: 1 / 0):
+        model(blocks_of(text, 16)[:1])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-all-aux"])

@@ -119,6 +119,22 @@ def test_a_name_that_is_always_there_is_not_a_studys_own():
             study.values_of(study_of, study.StudyKnobs(), {}, fixed)
 
 
+def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_rehearsal_too(tmp_path):
+    texts, net, fixed = tmp_path / "my texts", tmp_path / "a b.gguf", {"data": "/d ata", "text": "/toy text"}
+    texts.mkdir()
+    net.touch()
+    values = {"net": "hub/x", "both": "{given}/x {data}/y", "none": "", "flags": "'--a=(1, 2)' {both}"}
+    run = "say.py {net} {both} {none} {data} {given} --z={both} {row.how} {given.name}"
+    text = {"inputs": {"given": "?"}, "values": values | {"row": {"r": {"how": "{flags} {net}"}}}}
+    text |= {"try": {"given": "{text}"}, "steps": [{"for": "row", "makes": "m", "run": run}]}
+    k = study.StudyKnobs(rehearse=True)
+    found = study.values_of(text, k, {"given": str(texts), "net": str(net)}, fixed)
+    both = [f"{texts}/x", "/d ata/y"]
+    words = ["say.py", str(net), *both, "/d ata", str(texts), "--z=" + " ".join(both)]
+    words += ["--a=(1, 2)", *both, str(net), texts.name]
+    assert study.steps_of(text, found | {"data": "/d ata"}, k)[-1].words == words
+
+
 def test_what_a_study_asks_is_listed(command, capsys):
     assert command() == 0
     said = capsys.readouterr().out.splitlines()

@@ -198,6 +198,7 @@ def test_a_value_with_commas_stands_in_brackets():
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
         (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
+        (["--taper=all", "--gate_end=900", "--gate_end_ratio=0.5,1"], "=0.5: gate_end=900 is set, whatever"),
         (["--n_head=16,7"], "n_head=7: n_embd=512 must be a multiple"),
         (["--norm=coupled,rmsnorm", "--taper=internal"], "norm=coupled"),
         (["no_such_file.py"], "no config file"),
@@ -240,6 +241,15 @@ def test_runs_once_and_reports_a_failure(stand_in, tmp_path, capsys):
 
     assert run_sweep(*grid, "--seed=1,2", *how) == 0  # one more seed, one fewer
     assert lines(tmp_path / "out/baseline-seed1") == done and lines(tmp_path / "out/baseline-seed2")
+
+
+def test_a_run_whose_log_ends_early_is_not_finished(stand_in, tmp_path, capsys):
+    stand_in.write_text(stand_in.read_text().replace('{"val/loss": 2.5}', "{}"))
+    for _ in ("new", "resumed"):
+        assert run_sweep(*TINY, "--max_iters=1", "--variants=baseline", f"--out={tmp_path}/out") == 1
+        said = capsys.readouterr()
+        assert f"baseline ended, but its log does not: move {tmp_path}/out/baseline away" in said.err
+        assert "0 of 1 runs are finished" in said.out
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def main():
         raise BadInput(f"{path} has {base.n_layer} blocks: {most} cannot be kept; lower --kept, --kl_kept")
     network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
     folder = corpus_folder(k.data)
-    meta, train, val = open_corpus(folder, k.window)
+    meta, train, val = open_corpus(folder, k.window, base.ahead)
     refuse_other_tokens(meta, folder, file["meta"].get("corpus", {}), path)
     train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
     starts = spread_starts(len(train), k.window, k.tokens, apart)

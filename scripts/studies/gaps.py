@@ -65,7 +65,7 @@ class Knobs:
     logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
     far: Positive = 10.0  # %: in the figure a run this far behind is of another kind, and no mean holds it
     band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
-    out: str = "results/gaps"  # folder of gaps.md, gaps.csv and gaps.png
+    out: str = "out/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
 @dataclass(eq=False)

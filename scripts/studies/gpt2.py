@@ -39,7 +39,7 @@ class Knobs:
     """What is reported."""
 
     base: str = "out/gpt2_tiny"  # run folder of the network that all of them start from
-    out: str = "results/does_taper_beat_fakeln"  # folder of before/, and of what is written
+    out: str = "out/gpt2_report"  # folder of before/, and of what is written
 
 
 def refuse_what_cannot_be_compared(runs: Runs):

@@ -27,7 +27,7 @@ from nanonorm.tables import markdown, report_folder, write_markdown
 from nanonorm.typed import Record, why
 from scripts.studies.runs import read_json
 
-SEED = r"/seed(\d+)(?=/|$)"  # in a network's path
+SEED = r"(?:^|/)seed(\d+)(?=/|$)"  # in a network's path
 # what pairs are compared in -> its key in a row of evaluate.py; a difference of gaps is one of losses
 MEASURES = {"Cross-entropy": "gap", "The 99.9% percentile": "p99.9", "KL to the first network": "kl"}
 
@@ -36,7 +36,7 @@ MEASURES = {"Cross-entropy": "gap", "The 99.9% percentile": "p99.9", "KL to the 
 class Knobs:
     """What is reported."""
 
-    out: str = "results/smollm2"  # folder to write
+    out: str = "out/held_out"  # folder to write
     pairs: tuple[str, ...] = ()  # A-B: two rows, of which B's values are taken from A's of the same seed
 
 
@@ -60,10 +60,10 @@ class Report(Record):
 
 
 def name_of(model: str) -> str:
-    """NAME of "NAME/seed1/folded.pt"; of any other path its folder, or its last part."""
+    """NAME of "NAME/seed1/folded.pt", "." without one; of any other path its folder, or its last part."""
     path = Path(model)
     folder = path.parent if path.suffix == ".pt" else path
-    return folder.parent.name if re.fullmatch(r"seed\d+", folder.name) else folder.name
+    return folder.parent.name or "." if re.fullmatch(r"seed\d+", folder.name) else folder.name
 
 
 def names_of(models: list[str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ Rows = dict[str, list[FinishedRun]]  # variant -> its runs by seed
 class Knobs:
     """What is written."""
 
-    out: str = "results/report"  # folder of report.md, *.png and *.csv
+    out: str = "out/report"  # folder of report.md, *.png and *.csv
     tuned: tuple[str, ...] = ()  # knobs in which each variant has its own best: no reason for another table
 
 

@@ -34,7 +34,7 @@ class Knobs:
     """Which benchmark is drawn beside the run, and where to."""
 
     bench: str | None = None  # JSON file that bench.py wrote with --out
-    out: str = "results/demo.png"  # the picture
+    out: str = "out/picture.png"  # the picture
 
 
 def read_bars(path: Path, settings: dict) -> tuple[str, list[dict]]:

@@ -349,6 +349,8 @@ def refuse_knob(flag: str, knob: str):
     """Raises: BadInput for a flag with a knob by which runs cannot be told apart."""
     if knob not in Config.__dataclass_fields__:
         raise BadInput(f"--{flag}={knob}: train.py has no such knob")
+    if knob == "gate_end_ratio":
+        raise BadInput(f"--{flag}={knob}: a run is told by the gate_end that it gave; name that")
     if knob in SKIP - {"aux_weight"}:
         raise BadInput(f"--{flag}={knob}: it sets no runs apart")
 

@@ -23,7 +23,7 @@ COLUMNS = ["mode", "n_embd", "runtime", "variant", "tok_s", "speedup", "speedup_
 class Knobs:
     """What is reported."""
 
-    out: str = "results/what_does_folding_gain"  # folder to write
+    out: str = "out/widths"  # folder to write
 
 
 def rows_of(paths: list[str]) -> tuple[list[dict], str]:
