@@ -218,8 +218,10 @@ def compiled_run(cfg: Config, step: Step, backend="aot_eager") -> list[float]:
 
 
 TOGETHER = {"gate_end": 14}
+WITH_ALL = TOGETHER | {"block_size": 17, "sink_token": 3, "sink_multiple": 4.0, "taper_ceiling": 3.0}
+WITH_ALL |= {"site_weight": 0.3, "site_rate": 1.0, "gate_budget": 9.0}
 REMOVALS = [(FAKE, ONE_BY_ONE), slow("layernorm-all", ONE_BY_ONE), ("rmsnorm-all-aux", TOGETHER),
-            ("layernorm-internal-aux", TOGETHER)]  # fmt: skip
+            ("layernorm-internal-aux", TOGETHER), slow("rmsnorm-all-aux", WITH_ALL)]  # fmt: skip
 
 
 @pytest.mark.parametrize("variant, more", REMOVALS)
@@ -343,7 +345,10 @@ def test_blocks_computed_twice_under_a_compiler(variant, dropout):
         torch.testing.assert_close(state_of(twice[1].model)[name], value, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("variant, more", [("rmsnorm-all-aux", TOGETHER), slow(FAKE, ONE_BY_ONE)])
+@pytest.mark.parametrize(
+    "variant, more",
+    [("rmsnorm-all-aux", TOGETHER), slow(FAKE, ONE_BY_ONE), slow("rmsnorm-all-aux", WITH_ALL)],
+)
 @pytest.mark.parametrize("again", [True, slow(False)])
 def test_blocks_compiled_one_by_one_share_a_graph_a_phase(variant, more, again, monkeypatch):
     """Whether or not blocks are computed twice. The losses are those without a compiler."""
