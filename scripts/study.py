@@ -142,7 +142,7 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
         found[name] = Path(text).resolve()
     for name, value in values.items():
         if isinstance(value, str):
-            path = name in given and Path(given[name]).exists()
+            path = name in given and os.path.exists(given[name])  # "" is none, nor is what is too long
             found[name] = Filled(given.get(name, value), found, path)
             continue
         rows = value if isinstance(value, dict) else {key: {} for key in value}

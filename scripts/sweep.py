@@ -140,7 +140,9 @@ def plan(k: Sweep, files: list[str], variant: str | None, flags: dict[str, str],
         argv, anew, config = parsed()
         config.resolve().model_config()
         if "gate_end_ratio" in {*named} & {*flags} and config.gate_end != end_by_ratio(config):
-            raise BadInput(f"gate_end={config.gate_end} is set, whatever the ratio; sweep gate_end instead")
+            by = "gate_end" if config.gate_gaps is None else "gate_gaps"
+            said = f"{by}={getattr(config, by)} says where the gates are down, whatever the ratio"
+            raise BadInput(f"{said}; sweep {by} instead")
     except (BadInput, ModelError) as e:
         point = ", ".join(words + [f"{n}={flags[n]}" for n in named if n in flags])
         raise BadInput(f"{point}: {e}" if point else str(e)) from None

@@ -199,7 +199,7 @@ def test_what_is_written(monkeypatch, tmp_path):
         ("--by=mlpp", "no such knob"),
         ("--by=gate_end", "--by=gate_end: baseline does not read it; leave it out: where runs differ in"),
         ("--by=learning_rate --against=learning_rate", "is in --by and --against; leave it out of one"),
-        ("--by=gate_end_ratio", "gate_end_ratio: it sets no runs apart"),
+        ("--by=gate_end_ratio", "gate_end_ratio: a run is told by the gate_end that it gave; name that"),
         ("--seeds=7,8", "--seeds=7,8: no run has one of these"),
         ("--to=basline", "--to=basline: no run is that; there are baseline, coupled"),
         ("--by=learning_rate --against=gate_end", "--against=gate_end: no run reads it"),

@@ -85,7 +85,8 @@ def test_every_grid_of_the_small_config_can_be_planned():
 
 
 def test_the_commands_of_the_results_make_the_runs_that_their_tables_read():
-    """Of the small config: each folder that a table names; of a star runs alone, not the logs beside them."""
+    """Of the small config, in each row the linked tables that its command makes: every folder that they name;
+    of a star runs alone, not the logs beside them."""
     steps = [step for step in planned("tinystories_small") if step.name]
     runs = {}  # a grid's key -> its folder, those of its runs, and their logs
     for step in steps:
@@ -93,17 +94,19 @@ def test_the_commands_of_the_results_make_the_runs_that_their_tables_read():
             k, files, axes = sweep.read_command(step.words)
             folders = [str(run.folder) for run in sweep.grid(k, files, axes)]
             runs[step.key] = [k.out, *folders, *(f"{folder}.log" for folder in folders)]
-    rows = (ROOT / "results/README.md").read_text()
-    commands = set(re.findall(r"tinystories_small [^`]*?--only=([\w,]+)", rows))
-    assert len(commands) > 12
-    for only in [*sorted(commands), ",".join(step.name for step in steps)]:
-        chosen = [step for step in steps if step.name in only.split(",")]
-        there = [path for step in chosen for path in runs.get(step.key, [])]
-        for word in (word for step in chosen if step.kind == "run" for word in step.words):
-            if word.startswith("out/small/"):
-                found = [path for path in there if PurePath(path).match(word)]
-                assert found or "*" in word, f"--only={only} does not make {word}"
-                assert not [path for path in found if path.endswith(".log")], f"{word} is also of logs"
+    read = set()  # tables
+    for row in (ROOT / "results/README.md").read_text().splitlines():
+        for only in re.findall(r"tinystories_small [^`]*?--only=([\w,]+)", row):
+            chosen = [step for step in steps if step.name in only.split(",")]
+            there = [path for step in chosen for path in runs.get(step.key, [])]
+            links = {f"out/report/{link}" for link in re.findall(r"\]\(([\w/.-]+gaps\.md)\)", row)}
+            for step in (step for step in chosen if step.makes in links):
+                read.add(step.makes)
+                for word in (word for word in step.words if word.startswith("out/small/")):
+                    found = [path for path in there if PurePath(path).match(word)]
+                    assert found, f"--only={only} does not make {word} of {step.makes}"
+                    assert not [path for path in found if path.endswith(".log")], f"{word} is also of logs"
+    assert len(read) > 25
 
 
 def test_every_pair_of_gpt2_small_is_of_two_of_its_protocols():
@@ -133,6 +136,9 @@ def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_re
     words = ["say.py", str(net), *both, "/d ata", str(texts), "--z=" + " ".join(both)]
     words += ["--a=(1, 2)", *both, str(net), texts.name]
     assert study.steps_of(text, found | {"data": "/d ata"}, k)[-1].words == words
+    for flags, wanted in (("", []), ("--a=1 " * 60, ["--a=1"] * 60)):  # of a command line, too
+        again = study.values_of({"values": {"flags": "--b=2"}}, study.StudyKnobs(), {"flags": flags}, {})
+        assert study.words_of("{flags}", again) == wanted
 
 
 def test_what_a_study_asks_is_listed(command, capsys):
