@@ -31,10 +31,10 @@ def check_splits(text: str | None, val_text: str | None, of_hub: set[str] = froz
 
 
 def documents(path: str | Path):
-    """Yield the documents of a file as parts (text, ends), without the white space at their ends.
+    """Yield the documents of a file as parts (text, ends), without the white space behind the last part.
 
-    A document longer than CUT comes in several parts, cut after line ends, of which the last alone may be
-    without its: so even a file without a single END is read in bounded memory. Raises: BadInput.
+    A document longer than CUT comes in several parts, cut after line ends: so even a file without a single
+    END is read in bounded memory. Raises: BadInput.
     """
     lines, size, is_cut, number, starts = [], 0, False, 1, True
     decoder = codecs.getincrementaldecoder("utf-8")()  # a piece of a long line may end inside a character
