@@ -282,11 +282,6 @@ def bpe_corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_thread():
-    torch.set_num_threads(1)  # as in launch(): the bits depend on the number of threads
-
-
-@pytest.fixture(scope="session")
 def base(corpus, tmp_path_factory) -> Path:
     """A short run of three blocks with their norms, for others to start from."""
     out = tmp_path_factory.mktemp("base") / "run"
@@ -295,7 +290,7 @@ def base(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(corpus, tmp_path_factory, one_thread) -> Path:
+def reference(corpus, tmp_path_factory) -> Path:
     """An uninterrupted run through all three phases."""
     out = tmp_path_factory.mktemp("reference") / "run"
     train(*flags(out, corpus))

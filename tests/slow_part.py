@@ -1,7 +1,5 @@
 """`pytest -m slow --slow-part=2/6` runs the third of six parts of the slow tests. CI runs one a commit."""
 
-import hashlib
-
 # of a slow test that does not say `slow(minutes=...)`, as those of the real network, which CI does not have
 MINUTES = 0.2
 
@@ -14,17 +12,12 @@ def minutes(item) -> float:
     return item.get_closest_marker("slow").kwargs.get("minutes", MINUTES)
 
 
-def parts_of(items: list, count: int) -> list[list]:
-    """Deal slow tests out: the longest first, each to the part that has the fewest minutes by then."""
-    parts = [[] for _ in range(count)]
-    for item in sorted(items, key=lambda i: (-minutes(i), hashlib.sha256(i.nodeid.encode()).digest())):
-        min(parts, key=lambda part: sum(map(minutes, part))).append(item)
-    return parts
-
-
 def pytest_collection_modifyitems(config, items):
     if asked := config.getoption("--slow-part"):
         part, count = map(int, asked.split("/"))
-        chosen = parts_of([item for item in items if item.get_closest_marker("slow")], count)[part]
-        order = sorted((item for item in items if item in chosen), key=minutes, reverse=True)
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        parts = [[] for _ in range(count)]
+        for item in sorted(slow, key=lambda item: (-minutes(item), item.nodeid)):
+            min(parts, key=lambda part: sum(map(minutes, part))).append(item)
+        order = parts[part]
         items[:] = order[::2] + order[1::2]  # of two workers each begins with a half, with its longest test

@@ -181,6 +181,6 @@ def test_a_run_that_waits(corpus, tmp_path, capsys):
     assert_same_run(run, again)
     assert_same(final(run)["progress"]["gates"], final(again)["progress"]["gates"])
     another = (f"--init_from={run}", f"--dataset={corpus}", f"--out_dir={again}2")
-    assert "middle of its taper" in refused(capsys, *another)
+    assert "in the middle of its taper (gates up to" in refused(capsys, *another)
     with torch.no_grad():
         assert load_model(run / "ckpt.pt")(torch.ones(1, 4, dtype=torch.long)).isfinite().all()  # at gate 0

@@ -119,6 +119,13 @@ def test_in_pieces_is_at_once(rows, weights, bias, counts, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert not found[1].requires_grad and not found[2].requires_grad
+    if weights == (1.0, 0.0):  # the cross-entropy, without a teacher
+        flat = y.flatten(0, 1), *head, None, None, None, given[4].flatten(), weights, True
+        alone = kernels.in_pieces(*flat)
+        torch.testing.assert_close(alone[:2], expected[:2], rtol=1e-12, atol=1e-12)
+        found = torch.autograd.grad(3 * alone[0], leaves)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert alone[2] == 0
     with torch.no_grad():
         torch.testing.assert_close(distill_loss(*given), expected, rtol=1e-12, atol=1e-12)
 
@@ -618,7 +625,7 @@ def test_a_student_is_distilled_merged_folded_and_exported(dtype, base, student,
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_run(base, student, corpus, tmp_path, one_thread, capsys):
+def test_a_resumed_run_is_the_same_run(base, student, corpus, tmp_path, capsys):
     """To the bit, adapters included, from another path of the teacher; another teacher is refused."""
     cut, exports = tmp_path / "cut", ("unfused.pt", "folded.pt")
     train(*taught(tmp_path / "whole", corpus, student, base, ce_weight=0.2))
@@ -684,7 +691,7 @@ def test_a_compiled_distillation_is_the_same_run(base, student, corpus, tmp_path
 
 
 @pytest.mark.slow
-def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path, one_thread):
+def test_a_student_of_its_own_learns_without_adapters(base, corpus, tmp_path):
     """From scratch, of another shape; resumed as any run."""
     knobs = dict(adapter="none", n_layer=1, n_embd=16, n_head=2, vocab_size=400, ckpt_interval=12)
     train(*taught(tmp_path / "run", corpus, "scratch", base, **knobs))

@@ -27,10 +27,6 @@ def mean_abs():
     del NORMS["mean_abs"]
 
 
-def test_the_norm_is_fifteen_lines_at_most():
-    assert len([line for line in NORM.splitlines() if line.strip()]) <= 15
-
-
 def test_a_norm_of_ones_own_trains_tapers_folds_exports_and_is_timed(mean_abs, corpus, tmp_path, capfd):
     run = tmp_path / "run"
     train(*flags(run, corpus, norm="mean_abs", taper="all"))

@@ -135,7 +135,7 @@ def check(target: str, program: str, argv: list[str], folder: Path, stdin: bytes
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
+def material(tmp_path_factory, request):
     """A corpus, a finished tiny run on it, an empty folder to work in; and a bound on memory."""
     root = tmp_path_factory.mktemp("fuzz")
     corpus, run = root / "corpus", root / "run"
@@ -155,9 +155,10 @@ def material(tmp_path_factory):
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
+    request.addfinalizer(lambda: (resource.setrlimit(resource.RLIMIT_AS, (soft, hard)), patch.undo()))
     status, error = call("train.py", [*TINY, f"--dataset={corpus}", f"--out_dir={run}", "--max_iters=2"])
     assert status == 0, error
-    yield types.SimpleNamespace(
+    return types.SimpleNamespace(
         root=root,
         corpus=corpus,
         run=run,
@@ -165,8 +166,6 @@ def material(tmp_path_factory):
         meta=json.loads((corpus / "meta.json").read_text()),
         files={p.name: torch.load(p, weights_only=True) for p in run.glob("*.pt")},
     )
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    patch.undo()
 
 
 @contextlib.contextmanager

@@ -54,24 +54,6 @@ def forbidden(path: str, text: str) -> list[str]:
     return [name for name in foreign if not {name, name.partition(".")[0]} & MAY_IMPORT[room]]
 
 
-def imported_names(text: str) -> set[str]:
-    """The names that a text has by importing them."""
-    imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
-    return {alias.asname or alias.name.partition(".")[0] for n in imports for alias in n.names}
-
-
-def second_hand(text: str, imports: dict[str, set[str]]) -> list[str]:
-    """What a text imports from a file of the project that itself imports it. imports: {file without its
-    ending: names that it imports}."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            home = (node.module or "").replace(".", "/")
-            names = {alias.name for alias in node.names if f"{home}/{alias.name}" not in imports} - {"*"}
-            found += [f"{node.module}.{name}" for name in sorted(names & imports.get(home, set()))]
-    return found
-
-
 def too_long(path: str, text: str) -> list[str]:
     """The functions of a file that need scrolling."""
     functions = [
@@ -85,14 +67,6 @@ def test_nobody_imports_upward():
     breaches = {path: forbidden(path, text) for path, text in sources().items()}
     assert forbidden("model.py", "def f():\n    from data.sampling import windows")
     assert len(breaches) > 40 and not {path: names for path, names in breaches.items() if names}
-
-
-def test_names_are_imported_from_where_they_are_defined():
-    files = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources().items()}
-    imports = {path: imported_names(text) for path, text in files.items()}
-    assert second_hand("from bench import np, Floor", imports) == ["bench.np"]
-    found = {path: second_hand(text, imports) for path, text in files.items()}
-    assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_function_needs_scrolling():

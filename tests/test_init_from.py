@@ -72,7 +72,7 @@ def test_a_checkpoint_is_tapered_folded_and_exported(family, taper, taper_qk, bp
     assert capfd.readouterr().out.startswith("import ")
 
 
-def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path, one_thread):
+def test_gpt2s_layout_in_memory_changes_no_step(bpe_corpus, tmp_path):
     """GPT-2's matrices stay (in, out): optimizer, checkpoint and resume see the numbers of (out, in) ones."""
     weights, columns = hf_folder(tmp_path / "hf", "gpt2", bpe_corpus), "blocks.0.attn.qkv.weight"
     file = read_pretrained(weights)
@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_a_taper(base, corpus, tmp_path):
     assert metrics(out)[0]["train/loss"] < metrics(base)[0]["train/loss"] - 0.1
 
 
-def test_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path, one_thread):
+def test_resumed_from_given_weights_is_the_same_run(base, corpus, tmp_path):
     """Without the weights it began with: the checkpoint holds all it needs."""
     moved, blend = shutil.copy(base / "ckpt.pt", tmp_path / "weights.pt"), {"max_iters": 32, "gate_end": 30}
     train(*started(tmp_path / "run", corpus, moved, taper="all", dropout=0.1, **blend))
@@ -212,7 +212,7 @@ def test_every_form_is_trained_on_and_exported(file, ended, corpus, tmp_path, ca
     assert "logits agree" in capsys.readouterr().out
 
 
-def test_a_run_without_norms_goes_on_as_the_same_run(norm_free, corpus, tmp_path, one_thread):
+def test_a_run_without_norms_goes_on_as_the_same_run(norm_free, corpus, tmp_path):
     """From a fold, whose scale the loss goes on to hold: with the target that it has in this run."""
     run, anew = tmp_path / "run", tmp_path / "anew"
     train(*begun(run, corpus, norm_free / "folded.pt", aux_weight=0.1, gate_start=2))
@@ -240,13 +240,6 @@ def test_a_file_without_one_of_its_tensors_names_it(lost, knobs, corpus, tmp_pat
     train(*begun(tmp_path / "run", corpus, tmp_path / "less.pt", **knobs), expect=2)
     *_, said = capsys.readouterr().err.splitlines()
     assert said.endswith(f"less.pt does not fit its config: tensor {lost} is missing")
-
-
-def test_the_middle_of_a_taper_is_no_beginning(corpus, tmp_path, capsys):
-    model = Transformer(ModelConfig(**SMALL, taper="all"))
-    torch.save(model.to_file({"gate": [0.0, 0.25, 0.5], "phase": "blend"}), tmp_path / "ckpt.pt")
-    said = refused(capsys, *begun(tmp_path / "run", corpus, tmp_path / "ckpt.pt"))
-    assert "in the middle of its taper (gates up to 0.5); start from weights from before or after" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import batch, every_variant, operators, refuses, scale_of_difference, state_of, tiny
-from test_distill import random_heads
 from test_gates import small_run, whole_run
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -184,23 +183,6 @@ def test_a_folded_coupled_stream_stays_in_float32_under_autocast():
 
 
 # --- the loss elsewhere than on a CPU: what a GPU would do, done here
-
-
-@pytest.mark.parametrize("rows", [1, 7, 100])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_loss_in_pieces_is_the_loss(rows, bias, monkeypatch):
-    """Values and gradients of the cross-entropy without a teacher, some targets not counted."""
-    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 31 * rows)
-    y, (W, b), *_, targets = random_heads(bias)
-    y, targets = y.flatten(0, 1), targets.flatten()
-    leaves = [y, W, b] if bias else [y, W]
-    targets[::5] = NOT_COUNTED
-    plain = F.cross_entropy(F.linear(y, W, b), targets, ignore_index=NOT_COUNTED)
-    ours, ce, kl = kernels.in_pieces(y, W, b, None, None, None, targets, (1.0, 0.0), True)
-    torch.testing.assert_close(ours, plain, rtol=EXACT, atol=EXACT)
-    assert ce == ours and kl == 0
-    for got, wanted in zip(*(torch.autograd.grad(loss * 3, leaves) for loss in (ours, plain)), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("whole", [0, 1 << 29])

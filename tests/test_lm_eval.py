@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 from conftest import refuses
-from running import refused
+from running import refused, said_by
 from test_convert import convert, network
-from test_readme import HERE, commands_in, read_lm_eval, run_as_written
+from test_readme import HERE, commands_in
 
 from data.tokenizer import load_tokenizer
 from forms import load_model
@@ -26,9 +26,14 @@ CHOICES = ROOT / "scripts/harness/tasks/choices.jsonl"
 QUESTIONS = [json.loads(line) for line in CHOICES.read_text().splitlines()]
 
 
-def lm_eval(*argv, **env) -> subprocess.CompletedProcess:
-    command, env = [sys.executable, SCRIPT, *map(str, argv)], {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+def results(folder) -> dict:
+    return json.loads(next(folder.rglob("results_*.json")).read_text())["results"]
+
+
+def lm_eval(out, *argv, **env) -> tuple[str, dict]:
+    """What the harness prints, and its results, which it writes into `out`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return said_by(SCRIPT, *argv, "--output_path", out, env=env), results(out)
 
 
 @torch.no_grad()
@@ -116,9 +121,7 @@ def test_the_reason_is_the_last_error_and_no_progress_bar():
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     """And what is longer than the context is counted."""
-    run = lm_eval(reference, "--local", "--output_path", tmp_path)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
+    said, found = lm_eval(tmp_path, reference, "--local")
     model, tokenizer = load_model(reference / "folded.pt"), load_tokenizer(corpus / "tokenizer.model")
     bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
@@ -126,7 +129,7 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     named = found["local_choice"]
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
     count = inputs_cut(model, tokenizer)
-    assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in run.stdout
+    assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in said
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
@@ -134,9 +137,7 @@ def test_a_text_behind_a_sink_begins_without_it(saved, corpus, tmp_path):
     export = convert(
         saved(network("llama", "internal", torch.float32, sink_token=3)), "hf", tmp_path / "export"
     )
-    run = lm_eval(export, "--local", "--tasks", "local_text", "--output_path", tmp_path / "out")
-    assert run.returncode == 0, run.stderr
-    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    _, found = lm_eval(tmp_path / "out", export, "--local", "--tasks", "local_text")
     model, tokenizer = open_network(str(export)).model, load_tokenizer(corpus)
     (end_of_line,) = tokenizer.encode("\n")
     bits = bits_per_byte(model, tokenizer, (ROOT / "LICENSE").read_text(), end_of_line)
@@ -149,17 +150,11 @@ def by_itself() -> list[str]:
     return words
 
 
-def test_the_command_by_itself_is_one_that_lm_eval_reads():
-    read_lm_eval(by_itself()[1:])
-    with pytest.raises(AssertionError):
-        read_lm_eval([*by_itself()[1:], "--tasks=hellaswg"])
-
-
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_lm_eval_takes_an_export_by_itself(reference, tmp_path):
     """The command as it stands, on an export and a task that need no hub."""
     export, tasks = tmp_path / "export", tmp_path / "tasks"
-    run_as_written(["python", "scripts/convert.py", str(reference), "--to=hf", f"--out={export}"])
+    convert(reference, "hf", export)
     tasks.mkdir()
     task = (SCRIPT.parent / "tasks/local_choice.yaml").read_text()
     (tasks / "local_choice.yaml").write_text(task.replace("CHOICES", str(CHOICES)))
@@ -170,7 +165,7 @@ def test_lm_eval_takes_an_export_by_itself(reference, tmp_path):
     more = ["--include_path", tasks, "--device", "cpu", "--output_path", tmp_path / "out"]
     done = subprocess.run([*words, *more], env=offline, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    found = results(tmp_path / "out")
     acc = accuracy(load_model(reference / "folded.pt"), load_tokenizer(reference), QUESTIONS)
     named = found["local_choice"]
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
@@ -180,13 +175,10 @@ def test_lm_eval_takes_an_export_by_itself(reference, tmp_path):
 def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
     text, export = tmp_path / "a&b|c,d", tmp_path / "x,dtype=float16"
     text.write_text("A line, and another.\n" * 20)
-    command = [sys.executable, "scripts/convert.py", reference, "--to=hf", f"--out={export}"]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    convert(reference, "hf", export)
     cache = tmp_path / "modules"
-    flags = ("--local", f"--text={text}", "--output_path", tmp_path / "out")
-    run = lm_eval(export, *flags, HF_MODULES_CACHE=str(cache))
-    assert run.returncode == 0, run.stderr
-    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    out, modules = tmp_path / "out", {"HF_MODULES_CACHE": str(cache)}
+    _, found = lm_eval(out, export, "--local", f"--text={text}", **modules)
     model = load_model(reference / "folded.pt")
     bits = bits_per_byte(model, load_tokenizer(reference), text.read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)

@@ -62,7 +62,7 @@ SHORT = dict(max_iters=12, gate_start=3, gate_end=9, log_interval=2, eval_interv
 
 
 @pytest.mark.slow
-def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path, one_thread):
+def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path):
     """Trained, resumed, sampled and timed; the runs are the one made here, to the bit."""
     here, there, resumed = (tmp_path / name for name in ("here", "there", "resumed"))
     demo = ROOT / "config/demo.py"
@@ -120,7 +120,7 @@ class Unfused(torch.optim.AdamW):
 
 
 @pytest.mark.slow
-def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, one_thread, monkeypatch):
+def test_a_run_where_adamw_is_not_fused(corpus, tmp_path, monkeypatch):
     """As on mps: it learns, resumes, and skips a step that is not finite, as the fused one does."""
     fused, unfused = tmp_path / "fused", tmp_path / "unfused"
     bad = dict(taper="none", aux_weight=0, learning_rate=1e30, warmup_iters=0, log_interval=4)

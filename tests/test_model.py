@@ -142,19 +142,6 @@ def greedy_by_recomputation(model, idx, n: int, size: int):
     return idx
 
 
-@every_variant
-@pytest.mark.parametrize("form", ["trained", "folded"])
-def test_cached_generation_is_full_recomputation_token_for_token(variant, form):
-    model = FORMS[form](tiny(variant, n_kv_head=2, tie_embeddings=False, std=0.5)).eval()
-    # below, at and above block_size
-    for prompt in (tokens(2, 5), tokens(2, 16, seed=1), tokens(2, 21, seed=2)):
-        with torch.no_grad():
-            wanted = greedy_by_recomputation(model, prompt, 30, 16)
-        assert len(wanted[:, prompt.shape[1] :].unique()) > 3  # not one token for ever
-        assert torch.equal(model.generate(prompt, 30, temperature=0), wanted)
-        assert torch.equal(model.generate(prompt, 30, temperature=0, use_cache=False), wanted)
-
-
 @pytest.mark.parametrize("padded", [0, 16])
 def test_narrow_heads_padded_or_not_attend_alike(monkeypatch, padded):
     monkeypatch.setattr("nanonorm.kernels.PAD_HEADS_TO", padded)

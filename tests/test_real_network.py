@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import refused, train
+from running import train
 
 from data.tokenizer import load_tokenizer
 from forms import FOLD_TOLERANCE, from_file, proved
@@ -22,7 +22,7 @@ from scripts.exports import Job, spread
 from scripts.exports import gguf as export
 
 pytest.importorskip("gguf", reason="gguf is in requirements-export.txt")
-from test_convert import CONVERT, convert, facts, opened
+from test_convert import convert, facts, opened
 from test_export_gguf import TEXT
 from test_gguf import assert_as_transformers, assert_same_values, values
 
@@ -102,11 +102,6 @@ def test_every_export_that_can_hold_it(smollm2, half_coupled, folder, tmp_path, 
     how = ("--prompt=Once upon a time", "--max_new_tokens=24")
     text = said_by(half_coupled, capsys, *how)
     assert text == "Once upon a time" + said_by_transformers(out, "Once upon a time", 24)
-    for to in ("stock", "gguf"):
-        error = refused(capsys, half_coupled, f"--to={to}", f"--out={tmp_path / to}", program=CONVERT)
-        assert "no stock class computes norm=coupled; use --to=hf or --to=onnx" in error
-    error = refused(capsys, smollm2, "--to=stock", f"--out={tmp_path / 'stock'}", program=CONVERT)
-    assert "it has all its norms, so there is nothing to take out; --to=hf writes the class it is" in error
 
 
 def source_texts(n: int) -> list[str]:

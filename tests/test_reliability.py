@@ -32,7 +32,7 @@ from nanonorm.run import open_model
 
 
 @pytest.fixture(scope="session")
-def short(corpus, tmp_path_factory, one_thread) -> Path:
+def short(corpus, tmp_path_factory) -> Path:
     """An uninterrupted run of SHORT."""
     out = tmp_path_factory.mktemp("short") / "run"
     train(*flags(out, corpus, **SHORT))
@@ -163,10 +163,6 @@ def test_a_hundred_kills():
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.search(r"^(\d+) kills in", done.stdout, re.M)[1]) >= 100
-
-
-def test_auto_does_not_go_on_with_another_seed(short, corpus, capsys):
-    assert "seed" in refused(capsys, *flags(short, corpus, **SHORT, init_from="auto", seed=3))
 
 
 def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsys):

@@ -37,7 +37,7 @@ def tables_of_then(c, device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tables", ["then", "now"])
-def test_an_old_run_goes_on(tables, tmp_path, one_thread, monkeypatch, capfd):
+def test_an_old_run_goes_on(tables, tmp_path, monkeypatch, capfd):
     if tables == "then":
         monkeypatch.setattr(model, "rope_tables", tables_of_then)
     lines = (OLD / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -78,13 +78,17 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--network=FOLDER --mode=prefill --block_size=64", "has its own shape: leave out --block_size"),
         ("--n_embd=()", "n_embd must be one or more ints"),
         ("--dtype=()", "dtype must be one or more of float32, bfloat16"),
+        ("runtimes --networks=()", "networks must be one or more of"),
+        ("runtimes --runtimes=openvino", "pip install openvino"),
     ],
 )
-def test_peers_bad_input_is_one_line(flag, said, tmp_path, capsys):
+def test_bad_input_of_a_timing_is_one_line(flag, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    main = runtimes.main if flag.startswith("runtimes ") else peers.main
     for name in ("model.py", "config.json"):
         (tmp_path / name).touch()
-    flag = flag.replace("FOLDER", str(tmp_path))
-    status, told = exit_status(peers.main, "scripts/speed/peers.py", *flag.split()), capsys.readouterr()
+    flag = flag.removeprefix("runtimes ").replace("FOLDER", str(tmp_path))
+    status, told = exit_status(main, "timing.py", *flag.split()), capsys.readouterr()
     assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
 
@@ -110,14 +114,6 @@ def test_decoding_goes_on_behind_an_end_token(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": first}))
     peers.compare(k, tmp_path)
     assert "the same greedy tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flag, said", [("--networks=()", "networks must be one or more of"),
-                                        ("--runtimes=openvino", "pip install openvino")])  # fmt: skip
-def test_runtimes_bad_input_is_one_line(flag, said, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    status, told = exit_status(runtimes.main, "scripts/speed/runtimes.py", flag), capsys.readouterr()
-    assert status == 2 and said in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def steady(name, gap_s):

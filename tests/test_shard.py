@@ -239,7 +239,7 @@ def test_ranks_start_in_little_more_than_they_keep(kind, shard, corpus, tmp_path
 
 
 @pytest.fixture(scope="module")
-def plain(corpus, tmp_path_factory, one_thread):
+def plain(corpus, tmp_path_factory):
     """An unsharded run, and beside it a sharded one of one process."""
     folder = tmp_path_factory.mktemp("plain")
     train(*flags(folder / "run", corpus, **RUN))

@@ -2,7 +2,6 @@
 of multiple choice, and the table of held-out texts."""
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from data.windows import cut, main, stretches
 from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
 from scripts.harness.continuations import passages
-from scripts.studies import held_out
 
 
 def test_windows_are_of_all_the_text_and_begin_with_the_token():
@@ -124,14 +122,3 @@ def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path, capsys)
     words = (tmp_path / "out.jsonl", text, text, "--items=1")
     said = refused(capsys, *words, program="scripts/harness/continuations.py")
     assert "--items=1 leaves a text without; ask for 2 at least" in said
-
-
-def test_windows_that_are_not_finite_have_a_table(tmp_path):
-    row = {"data": "a", "targets": 9, "block_size": 4, "ce": 2.0, "gap": 0.0, "kl": None, "not_finite": 0}
-    none = {"model": "x/seed2/folded.pt", "ce": None, "gap": None, "not_finite": 3}
-    rows = [row | {"model": "t"}, row | {"model": "x/seed1/folded.pt", "gap": 0.5, "kl": 0.1}, row | none]
-    (tmp_path / "x.json").write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
-    text = held_out.main(held_out.Knobs(out=str(tmp_path)), [str(tmp_path / "x.json")], "command")
-    *_, gaps, _, kl, said, counts = text.split("\n\n")
-    assert "| x | 1 | +0.5000 |" in gaps and "| x | 1 | 0.1000 |" in kl
-    assert "not finite" in said and "| x | 2 | 1.5 ± 2.1 |" in counts

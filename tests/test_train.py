@@ -122,11 +122,11 @@ PHASES = (1, 14), (16, 44), (46, 55)  # the reference's steps
 
 
 @pytest.mark.parametrize("phases", [PHASES[1:2], slow(PHASES, minutes=0.5)])
-def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, one_thread, phases):
+def test_killed_and_resumed_is_the_same_run(reference, corpus, tmp_path, phases):
     """SIGKILL before or after an update of each phase, then in a write: moments that no two runs share. Each
     process has an order of hashes of its own."""
-    out, seed, step = tmp_path / "run", time.time_ns(), 0
-    print(f"seed {seed}")  # pytest shows it where the test fails
+    out, step, seed = tmp_path / "run", 0, int(os.environ.get("NANONORM_KILLS", time.time_ns()))
+    print(f"NANONORM_KILLS={seed}")  # pytest shows it where the test fails
     rng, argv = random.Random(seed), flags(out, corpus, init_from="auto")
     for first, last in phases:
         killed(argv, rng.choice(["before", "after"]), rng.randint(first, last) - step)
@@ -403,6 +403,7 @@ def test_refused_run_folders(reference, corpus, tmp_path, capsys):
     before = {p.name: p.read_bytes() for p in reference.iterdir()}
     assert "n_embd=64" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--n_embd=64")
     assert "seed" in refused(capsys, "--init_from=resume", f"--out_dir={reference}", "--seed=1")
+    assert "seed" in refused(capsys, *flags(reference, corpus, init_from="auto", seed=3))
     assert before == {p.name: p.read_bytes() for p in reference.iterdir()}
     (tmp_path / "file").write_text("")
     assert "out_dir" in refused(capsys, *flags(tmp_path / "file" / "run", corpus))
