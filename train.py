@@ -274,13 +274,13 @@ def main(held: ExitStack):
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = machine.set_up(cfg, ranks)
     ranks.start(device, cfg.backend, alone=cfg.shard)
-    start.refuse_to_differ(ranks)
 
     # --- data, model, optimizer
     data_folder = corpus_folder(cfg.dataset)
     if ranks.main:
         prepare_if_missing(data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text, cfg.ahead)
+    start.refuse_to_differ(ranks, corpus)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks()
     if ranks.main:

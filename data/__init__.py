@@ -68,7 +68,8 @@ def sample(parts: Stream, limit: int = SAMPLE_BYTES) -> tuple[list[str], int]:
 
     The stream's length need not be known. Returns: (the texts, in order; UTF-8 bytes of the whole stream).
     """
-    # Every part draws a number, and the smallest stay. So each has the same chance, wherever it stands.
+    # Every part draws a number, and the smallest stay. So each has the same chance, wherever it stands, as
+    # long as it is small beside `limit`: what a large one leaves free goes to later ones.
     rng, kept, size, total = random.Random(0), [], 0, 0
     for index, (text, _) in enumerate(parts):
         n_bytes = len(text.encode())

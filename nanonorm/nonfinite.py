@@ -2,6 +2,7 @@
 
 import torch
 
+from nanonorm.errors import out_of_memory
 from nanonorm.ranks import local
 
 
@@ -20,10 +21,18 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
     names = {m: name for name, m in model.named_modules()}
     hooks = [m.register_forward_hook(look) for m in names]
     model.zero_grad(set_to_none=True)
-    for x, y in batches:
-        with autocast, torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
-            loss = model(x, y).total
-        loss.backward()
+    try:
+        for x, y in batches:
+            with autocast, torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
+                loss = model(x, y).total
+            loss.backward()
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        where = "value; the step takes too much memory to be run again without compiling, to see where"
+        if ranks.size > 1:  # the others wait for this one's gradients
+            raise SystemExit(f"train.py: non-finite {where}") from None
+        found.append(where)
     for hook in hooks:
         hook.remove()
     if output := ranks.first_word(*found):

@@ -84,19 +84,23 @@ class Ranks:
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers, which live on the host."""
-        if self.size == 1:
-            return number
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.host_group)
-        return int(tensor)
+        return self.span(number)[1]
+
+    def told(self, what) -> list:
+        """What each rank tells, on every rank."""
+        said = [what] * self.size
+        if self.size > 1:
+            dist.all_gather_object(said, what, self.host_group)
+        return said
 
     def first_word(self, *words: str) -> str:
         """The first word of the lowest rank that has one, on every rank; "" if none has."""
-        said = [words]
-        if self.size > 1:
-            said *= self.size
-            dist.all_gather_object(said, words, self.host_group)
-        return next((first for first, *_ in filter(None, said)), "")
+        return next((first for first, *_ in filter(None, self.told(words))), "")
+
+    def differ_in(self, facts: dict) -> list[str]:
+        """The names of the facts that are not the same on every rank."""
+        told = self.told(facts)
+        return [name for name in facts if any(of[name] != told[0][name] for of in told)]
 
     def index(self, micro: int) -> int:
         """The index, over all ranks, of this one's micro-batch `micro`."""

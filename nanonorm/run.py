@@ -208,6 +208,11 @@ def fits_adamw(state: dict, p) -> bool:
 # how a run begins
 
 
+# knobs in which the ranks may differ: paths, and what a machine has or shows
+OF_A_MACHINE = {"out_dir", "dataset", "init_from", "teacher", "device", "compile", "wandb_log", "wandb_mode",
+                "wandb_project", "wandb_run_name"}  # fmt: skip
+
+
 @dataclass
 class Beginning:
     """How a run begins: settings, progress, and a file: the checkpoint `source` to go on from, or the weights
@@ -220,12 +225,17 @@ class Beginning:
     ran_with: dict = field(default_factory=dict)  # the versions that wrote the file
     given: Path | None = None
 
-    def refuse_to_differ(self, ranks: Ranks):
-        """Raises: BadInput if the ranks found checkpoints of different steps, or some found none."""
+    def refuse_to_differ(self, ranks: Ranks, corpus: dict):
+        """Raises: BadInput if the ranks found checkpoints of different steps, or some found none, or if they
+        have other settings or another text: each would train a network of its own."""
         first, last = ranks.span(-1 if self.source is None else self.progress.iter)
         if first != last:
             found = f"the ranks found checkpoints of steps {first} to {last} in {self.settings.out_dir}"
             raise BadInput(f"{found}: it was being written; start again")
+        facts = {name: value for name, value in asdict(self.settings).items() if name not in OF_A_MACHINE}
+        facts |= {name: corpus[name] for name in ("train_sha256", "val_sha256")}
+        if names := ranks.differ_in(facts):
+            raise BadInput(f"the ranks differ in {', '.join(names)}; start each with the same")
 
 
 def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitStack) -> Beginning:

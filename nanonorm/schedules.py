@@ -145,7 +145,7 @@ def check_gates(cfg):
     and a site loss that would end where a taper's could not. Raises: BadInput."""
     if reads_start(cfg) and cfg.gate_start < 1:
         remedy = "set gate_start (or warmup_iters) to 1 or more"
-        raise BadInput(f"gate_start=0 leaves no step to calibrate on; {remedy}")
+        raise BadInput(f"gate_start=0 leaves no step before it; {remedy}")
     if reads_start(cfg) and not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
         raise BadInput(f"{steps}: there the anchor begins, or a site loss ends")

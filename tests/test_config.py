@@ -587,8 +587,8 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
 @pytest.mark.parametrize(
     "flags, wanted",
     [
-        ("--taper=all --gate_start=0", "gate_start=0 leaves no step to calibrate on"),
-        ("--aux_weight=0.1 --gate_start=0", "gate_start=0 leaves no step to calibrate on"),
+        ("--taper=all --gate_start=0", "gate_start=0 leaves no step before it"),
+        ("--aux_weight=0.1 --gate_start=0", "gate_start=0 leaves no step before it"),
         ("--taper=final --gate_start=50 --gate_end=50", "gate_end=50, max_iters=10000; start it bef"),
         ("--taper=all --gate_end=10001", "max_iters=10000; end it at 10000 at the latest"),
         ("--taper=all --gate_end_ratio=0.05", "before 500, where gate_end_ratio=0.05 puts its end"),

@@ -69,6 +69,23 @@ def test_two_launchers_that_count_their_restarts_apart(corpus, tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "again")
 
 
+@pytest.mark.slow
+def test_ranks_of_other_settings_or_text_are_refused(corpus, bpe_corpus, tmp_path):
+    """As on two machines that were not prepared alike, of which each would train its own network."""
+    for other, named in (({"beta2": 0.5}, "beta2"), ({"dataset": bpe_corpus}, "train_sha256")):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        both = []
+        for rank, knobs in ((0, {}), (1, other)):
+            env = {**os.environ, **place, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
+            argv = flags(tmp_path / "run", corpus, gradient_accumulation_steps=2, **knobs)
+            both.append(launch(*argv, env=env, stderr=subprocess.PIPE))
+        said = [process.communicate(timeout=120)[1] for process in both]
+        assert all(f"the ranks differ in {named}" in text for text in said), said
+        assert not (tmp_path / "run").exists() and [process.returncode for process in both] == [2, 2]
+
+
 def test_nccl_without_a_gpu_is_refused():
     with refuses("backend=nccl is for GPUs", "not cpu"):
         Ranks().start(torch.device("cpu"), "nccl", alone=True)

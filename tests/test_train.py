@@ -365,6 +365,19 @@ def test_a_norm_that_overflows_is_named():
     assert first_nonfinite(model, [batch()], nullcontext(), ranks) == "gradient of that on another rank"
 
 
+def test_what_is_not_finite_is_said_where_memory_does_not_last_to_see_where():
+    """It is not the model or the batch that is too large: that step has run."""
+    model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    model.named_modules.return_value, model.named_parameters.return_value = [], []
+    said = first_nonfinite(model, [batch()], nullcontext(), Ranks())
+    assert said.startswith("value; the step takes too much memory")
+    with pytest.raises(SystemExit, match="non-finite value; the step takes too much memory"):
+        first_nonfinite(model, [batch()], nullcontext(), Mock(size=2))
+    model.side_effect = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        first_nonfinite(model, [batch()], nullcontext(), Ranks())
+
+
 def test_sample_from_every_file(reference, capsys):
     texts = []
     for name in ("", "ckpt.pt", "unfused.pt", "folded.pt"):
