@@ -33,6 +33,7 @@ from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, exit_on_signals, needed, one_line_errors
 from nanonorm.files import ROOT, json_object, sync, sync_folder, writing
 from nanonorm.knobs import off
+from nanonorm.log import say
 from nanonorm.run import checkpoint_step, open_model
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, prove
@@ -160,10 +161,10 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
         form = "folded"
     with whole_folder(out.resolve()) as folder:
         if (step := checkpoint_step(model.meta)) is not None:
-            print(f"{path} is a checkpoint, at step {step:,}", flush=True)
+            say(f"{path} is a checkpoint, at step {step:,}")
         if model.taper_norms() and model.gate.max() > 0:
             gate = model.gate.mean().item()
-            print(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported", flush=True)
+            say(f"the gate of {path} is still at {gate:.2f}; at 0 it is exported")
         tokenizer = tokenizer_of(model, path, cfg.tokenizer)
         meta = model.meta
         idx, text = real_text(tokenizer, c.longest_text, meta.get("corpus", {}).get("source"))

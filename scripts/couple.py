@@ -22,6 +22,7 @@ folder: model.pt, the tokenizer, couple.md with the same tables, couple.json wit
 import shlex
 import sys
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -125,6 +126,9 @@ def numbers_of(own: dict[str, torch.Tensor], keep: int, alpha: str | float) -> t
 def chosen(kls: dict[tuple, float], cfg: Couple) -> tuple:
     """The (kept blocks, alpha) to write, of those that `cfg` leaves open. kls: {(kept, alpha): KL}."""
     left = {c: kl for c, kl in kls.items() if cfg.keep in ("auto", c[0]) and cfg.alpha in ("auto", c[1])}
+    left = {choice: kl for choice, kl in left.items() if isfinite(kl)}
+    if not left:
+        raise BadInput("of no choice is the KL to the original finite: is the network damaged?")
     least = min(left.values())
     near = [c for c, kl in left.items() if kl - least <= WITHIN * abs(least)]
     return min(near, key=lambda c: (c[0], left[c]))

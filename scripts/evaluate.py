@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from bench import hardware
 from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
+from model import Transformer
 from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.kernels import upcast
@@ -152,10 +153,11 @@ def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device, teac
             if teacher is not None:
                 log_p, log_q = (upcast(z[:-1]).log_softmax(-1) for z in (taught[i - first], of_block))
                 kl[i] = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).cpu().numpy()
-    if not k.finite and not np.isfinite(losses).all():
-        i, t = np.argwhere(~np.isfinite(losses))[0].tolist()
-        where = f"{network.name}: the loss of token {t + 1} of block {i} is {losses[i, t]}"
-        raise BadInput(f"{where}; is the network damaged, or --dtype={k.dtype} too narrow for it?")
+    for what, values in (("loss", losses), ("KL", kl)):
+        if not k.finite and values is not None and not np.isfinite(values).all():
+            i, t = np.argwhere(~np.isfinite(values))[0].tolist()
+            where = f"{network.name}: the {what} of token {t + 1} of block {i} is {values[i, t]}"
+            raise BadInput(f"{where}; is the network damaged, or --dtype={k.dtype} too narrow for it?")
     return losses, kl
 
 
@@ -182,7 +184,9 @@ def evaluate(network: Network, text: Text, T: int, k: Evaluate, device, vanilla:
     blocks, first = text.blocks(T, k.blocks), text.name not in vanilla
     losses, kl = token_losses(network, blocks, k, device, None if first else teacher)
     theirs, good = vanilla.setdefault(text.name, losses), np.isfinite(losses).all(1)
+    good &= True if kl is None else np.isfinite(kl).all(1)
     row = {"model": network.name, "data": text.name, "blocks": len(blocks), "block_size": T}
+    row |= {"remark": network.remark} if network.remark else {}
     if k.finite:
         row["not_finite"] = len(good) - int(good.sum())
         if first and not good.all():
@@ -224,10 +228,6 @@ COLUMNS = {  # head -> (key of a row, its form)
 }
 
 
-def loss_table(rows: list[dict]) -> str:
-    return table_of(rows, ["model", "data"], {head: of for head, of in COLUMNS.items() if of[0] in rows[0]})
-
-
 # ---------------------------------------------------------------------------------------------------------
 # the command
 
@@ -246,12 +246,15 @@ def read_command(argv: list[str]) -> tuple[Evaluate, list[str]]:
     return k, names
 
 
-def checked(names: list[str], texts: list[Text], kl: bool = False) -> list[Network]:
+def checked(names: list[str], texts: list[Text], kl: bool = False, own: bool = False) -> list[Network]:
     """Every network once, before hours are spent on the first, without its weights if it is not the only one.
-    Raises: BadInput for a text in other tokens, and for the KL of a network that has others."""
+    Raises: BadInput for a text in other tokens, for the KL of a network that has others, and with `own` for
+    one that only transformers reads."""
     networks = []
     for name in names:
         network = open_network(name)
+        if own and not isinstance(network.model, Transformer):
+            raise BadInput(f"{name} must be one that our own reader takes: {network.remark}")
         for text in texts:
             refuse_other_tokens(text.meta, text.folder, network.corpus, network.path)
             if text.manifest.vocab_size > network.vocab_size:
@@ -299,7 +302,8 @@ def main(argv: list[str]):
     if teacher is not None:
         teacher.model.to(device, dtype)
     rows = [evaluate(network, text, T, k, device, vanilla, teacher) for network in loaded for text in texts]
-    print(f"\n{loss_table(rows)}")
+    table = table_of(rows, ["model", "data"], {head: of for head, of in COLUMNS.items() if of[0] in rows[0]})
+    print(f"\n{table}")
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}

@@ -257,7 +257,7 @@ def main(argv: list[str]):
         example = "python scripts/stream.py PATH [PATH ...] --data=FOLDER[,FOLDER...] --out=DIR"
         raise BadInput(f"name networks, text and a folder to make: {example}")
     device, texts = pick_device(k.device), [open_text(name) for name in dict.fromkeys(k.data)]
-    networks = checked(list(dict.fromkeys(words)), texts)
+    networks = checked(list(dict.fromkeys(words)), texts, own=True)
     for network in networks:
         if k.begin is not None and k.begin >= network.vocab_size:
             raise BadInput(f"begin={k.begin} is no token of {network.name}, which has {network.vocab_size}")
@@ -267,8 +267,6 @@ def main(argv: list[str]):
     figures, rows, tokens = None, [], []
     blocks = ["# The stream", "    " + shlex.join(["python", "scripts/stream.py", *argv])]
     for i, network in enumerate(opened(networks, device), 1):
-        if not isinstance(network.model, Transformer):
-            raise BadInput(f"the stream is that of a network which our own reader takes: {network.remark}")
         figures = figures or Figures(k.out)
         own = "stream" if len(networks) == 1 else f"stream_{i}"
         for text, named in zip(texts, names, strict=True):

@@ -14,7 +14,8 @@ A study is a file in scripts/studies/. It names the steps, one after the other, 
     [try]          what --try sets instead
 
 Each of [[steps]] is a sweep = "words of sweep.py", a train = "words of train.py", or a run = "a command of
-this checkout", with {names} in the words, and beside it
+this checkout", with {names} in the words: an axis that the step is not `for` gives a word for each of its
+values, or one --flag with commas between them. Beside it
 
     name           for --only; a step without one is always done
     for            names of axes: the step is done for each value, or for each pair of values
@@ -143,7 +144,8 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     for name, value in values.items():
         if isinstance(value, str):
             path = name in given and os.path.exists(given[name])  # "" is none, nor is what is too long
-            found[name] = Filled(given.get(name, value), found, path)
+            text = str(Path(given[name]).resolve()) if path else given.get(name, value)
+            found[name] = Filled(text, found, path)
             continue
         rows = value if isinstance(value, dict) else {key: {} for key in value}
         chosen = [key for key in given[name].split(",") if key] if name in given else rows
@@ -185,17 +187,27 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
             found.append(Step(kind, words_of(template, names), key, **texts))
     named = list(dict.fromkeys(step.name for step in found if step.name))
     if unknown := [name for name in k.only or () if name not in named]:
-        raise BadInput(f"no step {unknown[0]}; there are {', '.join(named)}")
+        raise BadInput(f"no step {unknown[0]}; there are {', '.join(named) or 'none with a name'}")
     return found
 
 
 def words_of(text: str, names: dict) -> list[str]:
-    """The words of a command. A word that is a {name} alone becomes as many as its value has, or none."""
+    """The words of a command. A word that is a {name} alone becomes as many as its value has, or none; one
+    with a whole axis in it, one for each value, or one flag."""
     words = []
     for word in shlex.split(text):
         alone = re.fullmatch(r"\{([\w.]+)\}", word)
         value = string.Formatter().get_field(alone[1], (), names)[0] if alone else None
-        words += value.words if isinstance(value, Filled) else [word.format_map(names)]
+        named = {re.split(r"\W", field)[0] for _, field, *_ in string.Formatter().parse(word) if field}
+        axes = {name: names[name] for name in sorted(named) if isinstance(names[name], list)}
+        if isinstance(value, Filled):
+            words += value.words
+        else:
+            points = (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
+            each = [word.format_map(names | point) for point in points]
+            flag, _, _ = word.partition("=")
+            joined = axes and word.startswith("--")
+            words += [f"{flag}={','.join(one.removeprefix(f'{flag}=') for one in each)}"] if joined else each
     return words
 
 
@@ -217,11 +229,16 @@ class Study:
         steps = [step for step in self.steps if not self.k.only or step.name in (None, *self.k.only)]
         for step in steps:
             package = PACKAGES.get(step.words[0])
-            if package and not step.optional and not self.is_done(step) and find_spec(package) is None:
+            if package and not self.is_done(step) and find_spec(package) is None:
+                needs = f"{step.words[0]} needs {package}: pip install -e '.[dev,export]'"
                 without = f"; --only= without {step.name} leaves it out" if step.name else ""
-                raise BadInput(f"{step.words[0]} needs {package}: pip install -e '.[dev,export]'{without}")
+                if not step.optional:
+                    raise BadInput(needs + without)
+                say(f"{needs}, or a step will not be done: {shlex.join(step.words)[:90]}")
         for step in steps:
             if self.is_done(step):
+                if step.stdout and step.key in self.record and not Path(step.stdout).exists():
+                    self.write_said(step.stdout)
                 why = f"{step.unless} is there, and taken as it is" if step.unless else "done before"
                 say(f"{why}: {shlex.join(step.words)[:90]}")
             else:
@@ -239,9 +256,13 @@ class Study:
         flags = [f"--jobs={self.k.jobs}", f"--threads={self.k.threads}"]
         s, files, axes = sweep.read_command([*step.words, *flags])
         runs = sweep.grid(s, files, axes)
-        if any(sweep.look(run)[0] != "finished" for run in runs):
-            self.forget_what_follows(step)
+        before = self.record.get(step.key, {}).get("runs")
         self.unfinished += len(sweep.run_grid(s, runs))
+        now = [[str(run.folder), sweep.look(run)[0], run.last_line().get("iter")] for run in runs]
+        if now != before:  # a run that never gets further does not make the next steps new in each call
+            self.forget_what_follows(step)
+            self.record[step.key] = {"runs": now}
+            write_json(self.path, self.record, indent=1)
 
     def train(self, step: Step):
         run = sweep.one_run(step.words)
@@ -270,22 +291,28 @@ class Study:
                 if e.code != 128 + signal.SIGINT:  # a Ctrl-C has reached it too
                     child.terminate()
                 raise
+        print(said, end="", flush=True)
         if child.returncode and not step.optional:
             raise BadInput(f"a step failed, its reason is above: {shlex.join(step.words)}")
         if child.returncode:
+            print("not all of it was done", flush=True)
             said += "not all of it was done\n"
-        print(said, end="", flush=True)
         text = "".join(line for line in said.splitlines(True) if not line.startswith("{"))
         words = None if child.returncode else step.words  # None: not done, the next call tries again
         self.record[step.key] = {"words": words, "said": text, "stdout": step.stdout}
         write_json(self.path, self.record, indent=1)
-        if step.stdout:  # what shares the file follows each other in it, done in this call or before
-            numbers = {number_of(s.key) for s in self.steps if s.stdout == step.stdout}
-            shared = [k for k in self.record if number_of(k) in numbers and self.stdout_of(k) == step.stdout]
-            order = {s.key: i for i, s in enumerate(self.steps)}
-            shared.sort(key=lambda key: order.get(key, -1))  # not of this call's values: first
-            with atomic_write(step.stdout, "w") as f:
-                f.write("".join(self.record[key]["said"] for key in shared))
+        if step.stdout:
+            self.write_said(step.stdout)
+
+    def write_said(self, stdout: str):
+        """Write a file for what is printed: the steps that share it follow each other, done now or before."""
+        numbers = {number_of(s.key) for s in self.steps if s.stdout == stdout}
+        shared = [k for k in self.record if number_of(k) in numbers and self.stdout_of(k) == stdout]
+        order = {s.key: i for i, s in enumerate(self.steps)}
+        shared.sort(key=lambda key: order.get(key, -1))  # not of this call's values: first
+        Path(stdout).parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(stdout, "w") as f:
+            f.write("".join(self.record[key]["said"] for key in shared))
 
     def stdout_of(self, key: str) -> str | None:
         """The file of what a step printed: of this call, or as a call with other values recorded it."""
@@ -359,8 +386,9 @@ def main() -> int:
         try:
             values = values_of(study, k, given, fixed)
             steps = steps_of(study, values, k)
-        except (KeyError, AttributeError) as e:
-            raise BadInput(f"a value or a step of {names[0]} names what is not there: {e}") from None
+        except (LookupError, AttributeError, ValueError) as e:
+            what = "names what is not there, or has odd quotes or braces"
+            raise BadInput(f"a value or a step of {names[0]} {what}: {e}") from None
         if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)

@@ -520,7 +520,7 @@ def test_sixteen_bits_are_said_to_cost_what_they_cost(saved, capsys, tmp_path):
     ours = network("ours", "internal", torch.float32)
     ours.gate.fill_(0.25)
     convert(saved(ours, phase="blend", gate=0.25, iter=1200), "hf", tmp_path / "out", "--dtype=bfloat16")
-    printed, said = capsys.readouterr().out, facts(tmp_path / "out")
+    printed, said = "".join(capsys.readouterr()), facts(tmp_path / "out")
     cost = said["errors_before"]["rounding to bfloat16"]["float32"]
     assert "is a checkpoint, at step 1,200" in printed and "is still at 0.25; at 0 it is exported" in printed
     assert 1e-4 < cost < 5e-2 and f"rounding to bfloat16 alone {cost:.1e}" in printed

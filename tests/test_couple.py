@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import batch, scale_of_difference, tiny, tokens
+from conftest import batch, refuses, scale_of_difference, tiny, tokens
 from running import refused, train
 from test_distill import every_family, student_of, taught_step, teacher_of
 
@@ -143,12 +144,15 @@ SMOLLM2 = {  # KL by (kept blocks, alpha), as once measured
         (SMOLLM2, {"keep": 1}, (1, "layer")),
         (SMOLLM2, {"keep": 0, "alpha": "mean"}, (0, "mean")),
         ({(0, "layer"): 0.1101, (1, "layer"): 0.1}, {}, (1, "layer")),
+        ({(0, "layer"): math.nan, (1, "layer"): 0.1, (2, "layer"): math.inf}, {}, (1, "layer")),
         # rounding, of a network that nothing changes: it is coupled throughout
         ({(0, "layer"): -1e-9, (1, "layer"): -1e-9}, {}, (0, "layer")),
     ],
 )
 def test_what_is_left_open_is_chosen_by_its_kl(kl, asked, choice):
     assert chosen(kl, Couple(**asked)) == choice
+    with refuses("of no choice is the KL to the original finite"):
+        chosen(dict.fromkeys(kl, math.nan), Couple(**asked))
 
 
 def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, monkeypatch):

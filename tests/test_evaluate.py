@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -184,6 +185,15 @@ def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
 
 
 # --- whatever holds a network
+
+
+def test_a_kl_that_is_not_finite_is_an_error_as_a_loss_is():
+    """-inf at a token that is no target: every loss is finite."""
+    logits = torch.zeros(1, 4, 5), torch.zeros(1, 4, 5).index_fill_(2, torch.tensor([4]), -torch.inf)
+    teacher, network = (Mock(return_value=of, title="n") for of in logits)
+    network.name, blocks = "n", np.zeros((1, 4), np.int64)
+    with refuses("the KL of token 1 of block 0 is inf"):
+        evaluate.token_losses(network, blocks, evaluate.Evaluate(), torch.device("cpu"), teacher)
 
 
 def test_transformers_agrees_with_our_reader(capsys, text, tmp_path):

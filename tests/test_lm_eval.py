@@ -191,5 +191,7 @@ def test_without_the_hub_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     assert "--local" in refused(capsys, tmp_path, program="scripts/harness/run.py")
 
 
-def test_a_missing_path_is_one_line(capsys):
+def test_bad_input_is_one_line(capsys):
     assert "name a run folder" in refused(capsys, "--local", program="scripts/harness/run.py")
+    said = refused(capsys, "out/run", "--text=LICENSE", program="scripts/harness/run.py")
+    assert "--text is of the local tasks; add --local" in said

@@ -367,8 +367,8 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         (["papers"], "name run folders"),
         (["papers", tmp_path / "none"], "no folder"),
         (["papers", empty], "no finished run"),
-        ([*of_gpt2, f"--base={out}"], f"--base={out} holds 0 runs; name the folder of one"),
-        ([*of_gpt2, f"--base={seeds}"], f"--base={seeds} holds 2 runs; name the folder of one"),
+        ([*of_gpt2, f"--base={out}"], f"{out}: no metrics.jsonl that can be read"),
+        ([*of_gpt2, f"--base={seeds}"], f"{seeds}: no metrics.jsonl that can be read"),
         (["gaps", seeds, "--by=gate_end_ratio"], "a run is told by the gate_end that it gave"),
         (["held_out", nothing], f"{nothing} has no losses; name what scripts/evaluate.py"),
         (["held_out", times], f"{times} has no losses; name what scripts/evaluate.py"),
@@ -440,7 +440,7 @@ def test_pairs_are_right_where_windows_were_left_out(tmp_path):
     for name, text, seed in product(("cut", "whole"), ("books", "code"), (1, 2, 3)):
         cut = (name, text) == ("cut", "books")
         row = {"ce": 2.05, "gap": 0.05} if cut else {"ce": 3.02, "gap": 0.02}
-        row |= {"kl": 0.5, "not_finite": int(cut)}
+        row |= {"kl": 0.5, "not_finite": int(cut), "remark": "a checkpoint, at step 47"}
         if (name, text, seed) == ("cut", "code", 3):
             row |= {"ce": None, "gap": None, "kl": None, "not_finite": 64}
         rows.append(first | row | {"model": f"out/{name}/seed{seed}/", "data": f"data/{text}"})
@@ -451,6 +451,7 @@ def test_pairs_are_right_where_windows_were_left_out(tmp_path):
     assert losses == "| cut less whole | 3 | +0.0300 ± 0.0000 | +0.0000 ± 0.0000 (n = 2) |"
     assert kl == "| cut less whole | 2 | - | +0.0000 ± 0.0000 |"
     assert "| cut | 3 | 2.0500 ± 0.0000 | 3.0200 ± 0.0000 (n = 2) |" in text
+    assert "out/whole/seed3/: a checkpoint, at step 47." in text
     assert "not finite" in text and "| cut | 3 | 1.0 ± 0.0 | 21.3 ± 37.0 |" in text
 
 

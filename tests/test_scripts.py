@@ -71,7 +71,7 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--n_embd=63", "multiple of n_head"),
         ("--nanogpt=nowhere", "clone nanoGPT"),
         ("--mode=prefill --block_size=64", "128 tokens do not fit into 64; lower --seq"),
-        ("--who=nanoGPT", "nobody in mode=train"),
+        ("--who=nanonorm,nanoGPT", "wants --nanogpt=FOLDER"),
         ("--network=nowhere", "is no folder of transformers"),
         ("--nanogpt=FOLDER --mode=decode", "--nanogpt is timed in mode=train alone, not decode"),
         ("--network=FOLDER --n_layer=3", "has its own shape: leave out --n_layer, or --network"),

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,27 @@ def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_re
         assert study.words_of("{flags}", again) == wanted
 
 
+def test_a_whole_axis_in_a_word_is_all_of_its_values():
+    """So a step is of what the steps before it were done for, whatever a call leaves out."""
+    names = {"d": "/d ata", "a": [study.Row("x", {"k": "1"}), study.Row("y", {"k": "2"})], "b": ["p", "q"]}
+    words = study.words_of("go.py {d}/{a.k} --to={d}/{a}/{b} --as={d} {d}", names | {"b": "p"})
+    assert words == ["go.py", "/d ata/1", "/d ata/2", "--to=/d ata/x/p,/d ata/y/p", "--as=/d ata", "/d ata"]
+    assert study.words_of("{a}{b}", names) == ["xp", "xq", "yp", "yq"]
+    norm_free = planned("norm_free", "--held=code,books")
+    (evaluated,) = [s.words for s in norm_free if s.words[0] == "scripts/evaluate.py"]
+    assert [word for word in evaluated if word.startswith("--data=")] == [
+        f"--data={ROOT}/data/norm_free_code_held,{ROOT}/data/norm_free_books_held"
+    ]
+
+
+def test_a_path_of_the_command_line_is_that_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "net.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    given = {"net": "net.gguf", "hub": "a/b"}
+    found = study.values_of({"values": {"net": "", "hub": ""}}, study.StudyKnobs(), given, {})
+    assert found == {"net": str(tmp_path / "net.gguf"), "hub": "a/b"}
+
+
 def test_what_a_study_asks_is_listed(command, capsys):
     assert command() == 0
     said = capsys.readouterr().out.splitlines()
@@ -157,7 +179,12 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
-        (["folding", "--try", "--shape=--n_layer={x}"], "names what is not there: 'x'"),
+        (
+            ["folding", "--try", "--shape=--n_layer={x}"],
+            "names what is not there, or has odd quotes or braces: 'x'",
+        ),
+        (["folding", "--try", "--shape={"], "has odd quotes or braces"),
+        (["folding", "--try", "--shape=it's"], "has odd quotes or braces"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
         (["gpu_speed"], "gpu_speed wants a GPU, and there is none; --try rehearses it"),
@@ -254,6 +281,46 @@ def test_what_is_made_of_a_step_is_made_again_with_it(chain, tmp_path):
     assert chain(f"--more={tmp_path}/y") == {"c"}
     (tmp_path / "a").unlink()
     assert chain(f"--more={tmp_path}/y") == {"a", "b", "c"}
+
+
+def test_a_run_that_gets_no_further_makes_nothing_anew(toy, tmp_path, monkeypatch):
+    """A run that can never be finished: what follows is made again only when its log has gone on."""
+    at = [7]
+    run = SimpleNamespace(folder="run", last_line=lambda: {"iter": at[0]})
+    fake = {"read_command": lambda words: (None, [], {}), "look": lambda of: ("resume", "")}
+    fake |= dict.fromkeys(("grid", "run_grid"), lambda *of: [run])
+    for name, function in fake.items():
+        monkeypatch.setattr(study.sweep, name, function)
+    steps = f"""
+[[steps]]
+sweep = "any"
+[[steps]]
+makes = "{{out}}/a"
+run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
+"""
+    made = []
+    for at[0] in (7, 7, 9, 9):
+        toy(steps, ends=1)
+        made.append((tmp_path / "out/a").stat().st_ino)
+    assert made[0] == made[1] != made[2] == made[3]
+
+
+def test_what_a_step_printed_is_shown_where_it_fails_and_written_again_where_it_is_gone(toy, tmp_path, capfd):
+    steps = """
+[[steps]]
+unless = "{tmp}/there"
+stdout = "{out}/said"
+run = "{say}"
+[[steps]]
+stdout = "{out}/never"
+run = "{say} fails"
+"""
+    say = f"import sys\nopen({str(tmp_path / 'there')!r}, 'w')\nprint('a row', *sys.argv[1:])\n"
+    say += "sys.exit(len(sys.argv) - 1)"
+    toy(steps, say=say, ends=2)
+    (tmp_path / "out/said").unlink()
+    toy(steps, say=say, ends=2)
+    assert (tmp_path / "out/said").read_text() == "a row\n" and not (tmp_path / "out/never").exists()
 
 
 def test_only_some_steps(chain, tmp_path):

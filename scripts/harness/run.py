@@ -55,9 +55,12 @@ def read_command(argv: list[str]) -> tuple[Harness, str, list[str]]:
     own = {f.name for f in fields(Harness)} | {"help"}
     mine = [word for word in argv if word.startswith("--") and word[2:].partition("=")[0] in own]
     others = [word for word in argv if word not in mine]
-    k, _, _ = parse(Harness, ["--local=True" if word == "--local" else word for word in mine], usage=__doc__)
+    words = ["--local=True" if word == "--local" else word for word in mine]
+    k, explicit, _ = parse(Harness, words, usage=__doc__)
     if not others or others[0].startswith("-"):
         raise BadInput("name a run folder, a model file or an export folder, and then the flags of lm_eval")
+    if not k.local and (of_local := sorted({"text", "choices"} & explicit)):
+        raise BadInput(f"--{of_local[0]} is of the local tasks; add --local")
     return k, others[0], others[1:]
 
 

@@ -293,8 +293,8 @@ def refuse(k: Peers, explicit: set[str] = frozenset()):
     if longest > fit:
         lower = {"train": "block_size", "prefill": "seq", "decode": "new_tokens"}[k.mode]
         raise BadInput(f"{longest} tokens do not fit into {fit}; lower --{lower}")
-    if not contestants(k):
-        raise BadInput(f"--who={','.join(k.who)} is nobody in mode={k.mode}")
+    if "nanoGPT" in (k.who or ()) and not k.nanogpt:
+        raise BadInput("--who=nanoGPT wants --nanogpt=FOLDER, a clone of it, and --mode=train")
 
 
 def main():

@@ -154,8 +154,9 @@ def main():
     choices = {(n, way): statistic_numbers(own, way, n) for n in kept for way in STATISTIC}
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).split(k.batch)
     fresh = [windows(train, starts[part.numpy()], k.window, "cpu")[0] for part in order[: k.steps]]
-    if len(fresh) < k.steps:
-        raise BadInput(f"{k.steps} steps need {k.steps * k.batch * k.window} tokens; give --tokens as many")
+    if k.kl_kept and len(fresh) < k.steps:
+        needs = f"{k.steps} steps need {k.steps * k.batch * k.window} tokens"
+        raise BadInput(f"{needs}, not {len(starts) * k.window}; give --tokens, or text, as many")
     for n in k.kl_kept:
         for way in KL:
             shared = way.partition(", ")[2]

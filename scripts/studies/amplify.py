@@ -96,17 +96,13 @@ def growth(model: Transformer, ids: np.ndarray, k: Knobs) -> Growth:
     d = (changed[:, good] - plain[:, good]) / k.delta
     far = ~(np.abs(d) < math.e)
     with np.errstate(all="ignore"):
-        left = np.nanmean(np.where(far, np.nan, d), 1)
+        left = np.where(far, 0, d).sum(1) / (~far).sum(1)  # nan where no window stays near
     share = np.exp(plain[0, good] - plain[:, good]).mean(1)
     return Growth(left, far.mean(1), share, int((~good).sum()), len(good))
 
 
 def measured(network: Network, k: Knobs, texts) -> Growth:
     model = (network.model or open_network(network.name).model).float().eval()
-    if not isinstance(model, Transformer):
-        raise BadInput(f"{network.name} is not read by our own reader, so its blocks are not known")
-    if k.layer >= len(model.blocks):
-        raise BadInput(f"--layer={k.layer}: {network.name} has {len(model.blocks)} blocks")
     return growth(model, np.concatenate([t.blocks(k.window, k.windows) for t in texts]).astype(np.int64), k)
 
 
@@ -118,10 +114,12 @@ def main():
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
     for text in texts:
         text.remark_on(k.window)
-    networks = checked(list(dict.fromkeys(words)), texts)
-    found = {network.name: measured(network, k, texts) for network in networks}
-    if len({len(of.left) for of in found.values()}) > 1:
+    networks = checked(list(dict.fromkeys(words)), texts, own=True)
+    if len({network.layers for network in networks}) > 1:
         raise BadInput("the networks have different numbers of blocks; compare those of one depth")
+    if k.layer >= networks[0].layers:
+        raise BadInput(f"--layer={k.layer}: {networks[0].name} has {networks[0].layers} blocks")
+    found = {network.name: measured(network, k, texts) for network in networks}
     rows, cells = [], []
     for i, place in enumerate([*map(str, range(k.layer, networks[0].layers)), "final"]):
         at = {name: (of.left[i], of.far[i], of.share[i]) for name, of in found.items()}

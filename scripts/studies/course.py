@@ -4,9 +4,10 @@
     python scripts/report.py course out/a out/b --metrics=gate,train/kl,taper/limited --out=results/x/ab.png
 
 PATH is a run's folder; the run need not be over. Of a metric that ends in a dot, as "taper/c.", each site is
-a thin line, all of a run's colour, which NAME/seed1/ and NAME/seed2/ beside other runs share. What leaves its
-panel, as a spike does, is a triangle at the edge. Writes the figure, and beside it a .csv of its numbers; one
-such .csv in place of PATHs is drawn again. Needs matplotlib.
+a thin line, all of a run's colour, which NAME/seed1/ and NAME/seed2/ beside other runs share. Of a log of
+more than 400 lines each n-th is drawn; what leaves its panel, as a spike does, is a triangle at the edge.
+Writes the figure, and beside it a .csv of its numbers; one such .csv in place of PATHs is drawn again. Needs
+matplotlib.
 """
 
 import csv
@@ -20,7 +21,7 @@ from pathlib import Path
 from nanonorm.cli import check_out
 from nanonorm.errors import BadInput
 from nanonorm.figures import CURVE_POINTS, Figures
-from nanonorm.log import read_log
+from nanonorm.log import read_log, say
 from nanonorm.plots import COLOURS
 from nanonorm.tables import write_csv
 from nanonorm.typed import Count
@@ -110,9 +111,12 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput("name run folders and --out=FILE.png")
     runs = runs_of(words)
     found = {m: {name: series(lines, m) for name, lines in runs.items()} for m in k.metrics}
-    found = {m: of for m, of in found.items() if any(of.values())}
+    lacking = [m for m, of in found.items() if not any(of.values())]
+    found = {m: of for m, of in found.items() if m not in lacking}
     if not found:
         raise BadInput(f"{', '.join(words)} logged none of {', '.join(k.metrics)}")
+    if lacking and k.metrics != USUAL:
+        say(f"no panel for {', '.join(lacking)}: no run logged it")
     figures, rows = Figures(Path(k.out).parent), math.ceil(len(found) / k.columns)
     fig, axes = figures.axes(rows, min(k.columns, len(found)), 0.6 + 1.7 * rows)
     groups, points = groups_of(runs), []

@@ -411,7 +411,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     for cell in found:
         for run in cell.runs:
             numbers = [run.seed, run.loss, run.last("s/mean"), run.folder, cell.gaps.get(run.seed)]
-            own = ["" if cell.at is None else f"{cell.at:g}"] if k.against else []
+            own = ["" if cell.at is None else f"{cell.at:.12g}"] if k.against else []
             own += [*([cell.best] if k.tuned else []), *([run.head.get("read from")] if files else [])]
             table.append([cell.what, *numbers, *own, *cell.group])
     write_csv(figures.out / "gaps.csv", head, table)

@@ -19,7 +19,7 @@ from nanonorm.figures import Figures, Panel, curve
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.stats import spread
 from nanonorm.tables import markdown
-from scripts.studies.runs import FinishedRun, about, load_all, load_base
+from scripts.studies.runs import FinishedRun, about, load, load_all
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before
@@ -117,7 +117,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     runs = {name: load_all(folder / name) for name in PROTOCOLS if (folder / name).is_dir()}
     if not runs.get("vanilla"):
         raise BadInput(f"no run in {folder / 'vanilla'}: the others are compared with those")
-    base = load_base(k.base)
+    base = load(Path(k.base))
     refuse_what_cannot_be_compared(runs)
     every = [run for found in runs.values() for run in found]
     how = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]

@@ -16,15 +16,11 @@ import re
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, ValidationError
 
 from nanonorm.errors import BadInput
 from nanonorm.log import say
 from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown, report_folder, write_markdown
-from nanonorm.typed import Record, why
 from scripts.studies.runs import read_json
 
 SEED = r"(?:^|/)seed(\d+)(?=/|$)"  # in a network's path
@@ -38,25 +34,6 @@ class Knobs:
 
     out: str = "out/held_out"  # folder to write
     pairs: tuple[str, ...] = ()  # A-B: two rows, of which B's values are taken from A's of the same seed
-
-
-class Row(Record):
-    """A network on a text, as far as a report needs it."""
-
-    model: str
-    data: str
-    targets: int
-    block_size: int
-    ce: float | None
-    gap: float | None
-
-
-class Report(Record):
-    """What evaluate.py writes."""
-
-    rows: Annotated[list[Row], Field(min_length=1)]
-    machine: str
-    torch: str
 
 
 def name_of(model: str) -> str:
@@ -123,20 +100,22 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput("name the file of evaluate.py: python scripts/report.py held_out held_out.json")
     found = read_json(Path(words[0]), "scripts/evaluate.py")
     try:
-        Report.model_validate(found)
-    except ValidationError as e:
-        what = f"name what scripts/evaluate.py --out= writes ({why(e)})"
-        raise BadInput(f"{words[0]} has no losses; {what}") from None
-    rows = found["rows"]
-    names = names_of([row["model"] for row in rows])
-    first, others = rows[0], [row for row in rows if row["model"] != rows[0]["model"]]
+        rows, first = found["rows"], found["rows"][0]
+        names = names_of([row["model"] for row in rows])
+        losses = by_seed(rows, names, "ce")
+        size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
+        how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "
+        how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
+    except (LookupError, TypeError, ValueError) as e:
+        raise BadInput(
+            f"{words[0]} has no losses; name what scripts/evaluate.py --out= writes ({e!r})"
+        ) from None
+    others = [row for row in rows if row["model"] != first["model"]]
     if not others:
         raise BadInput(f"{words[0]} has no other network to compare the first with; evaluate two or more")
-    size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
-    how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "
-    how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
-    losses = by_seed(rows, names, "ce")
-    text = ["# Networks on held-out texts", command, how, "Cross-entropy", table(losses)]
+    remarks = {row["model"]: row["remark"] for row in rows if row.get("remark")}
+    notes = [f"{model}: {remark}." for model, remark in remarks.items()]
+    text = ["# Networks on held-out texts", command, how, *notes, "Cross-entropy", table(losses)]
     text += ["Cross-entropy above the first network's", table(by_seed(others, names, "gap"), "+")]
     if any(row.get("kl") is not None for row in others):
         text += ["KL to the first network", table(by_seed(others, names, "kl"))]

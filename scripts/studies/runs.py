@@ -219,8 +219,11 @@ def by_seed(runs: list[FinishedRun], metric: str = "val/loss") -> dict[int, floa
 
 
 def load(folder: Path) -> FinishedRun:
-    """The run in a folder. Raises: Unusable."""
-    head, lines = read_finished(folder)
+    """The run in a folder. Raises: Unusable, which names it."""
+    try:
+        head, lines = read_finished(folder)
+    except Unusable as e:
+        raise Unusable(f"{folder}: {e}") from None
     return FinishedRun(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
 
 
@@ -244,7 +247,7 @@ def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
             seen[key] = folder
             runs.append(run)
         except Unusable as e:
-            left_out[str(folder)] = str(e)
+            left_out[str(folder)] = str(e).removeprefix(f"{folder}: ")
     if not runs:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise BadInput(f"no finished run in {', '.join(paths)}" + (f" ({why})" if why else ""))
@@ -253,17 +256,7 @@ def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
 
 def load_all(path: Path) -> list[FinishedRun]:
     """The run in a folder, or those in its folders, by seed. Raises: BadInput if one cannot be counted."""
-    try:
-        return sorted(map(load, run_folders(path)), key=lambda run: run.seed)
-    except Unusable as e:
-        raise Unusable(f"a run in {path} cannot be used: {e}") from None
-
-
-def load_base(path: str) -> FinishedRun:
-    """The one run that --base names. Raises: BadInput."""
-    if len(runs := load_all(Path(path))) != 1:
-        raise BadInput(f"--base={path} holds {len(runs)} runs; name the folder of one")
-    return runs[0]
+    return sorted(map(load, run_folders(path)), key=lambda run: run.seed)
 
 
 def read_finished(folder: Path) -> tuple[dict, list[dict]]:
