@@ -259,10 +259,10 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
 
 
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
-    flags, csv_file = ("--by=mlp", "--against=learning_rate", "--band=1,2"), tmp_path / "gaps.csv"
+    flags, csv_file = ("--by=mlp", "--against=learning_rate"), tmp_path / "gaps.csv"
     panels, _ = report(monkeypatch, tmp_path, grid("swiglu"), *flags)
     assert_drawn_alike(panels, drawn(monkeypatch, csv_file, *flags, f"--out={tmp_path}"))
-    refused = {"--by=nonsense": "cannot read .*nonsense", "--band=1": "two numbers", "--to=dyt": "no pair",
+    refused = {"--by=nonsense": "cannot read .*nonsense", "--to=dyt": "no pair",
                "--against=gate_end": "cannot read .*gate_end", csv_file: r"one gaps\.csv at a time",
                "--seeds=1": "--seeds is for runs", "--logs=9": "--logs is for runs"}  # fmt: skip
     for word, why in refused.items():

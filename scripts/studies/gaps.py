@@ -64,7 +64,6 @@ class Knobs:
     seeds: tuple[int, ...] | None = None  # only runs of these count; None: all
     logs: Count | None = None  # about so many lines of each run's log, in logs.jsonl; None: no such file
     far: Positive = 10.0  # %: in the figure a run this far behind is of another kind, and no mean holds it
-    band: tuple[float, ...] = ()  # two numbers: what a paper has for the gap, in %, as a band in the figure
     out: str = "out/gaps"  # folder of gaps.md, gaps.csv and gaps.png
 
 
@@ -257,7 +256,7 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
     that others are compared with is there too, a row of panels below has the losses."""
     found = [cell for cell in found if cell.at is not None or not k.against]
     groups, drawn = list(dict.fromkeys(cell.group for cell in found)), looks(found)
-    rows = {"gap": f"gap to {k.to}\nof the same seed, %" + "\n(grey: the paper's)" * bool(k.band)}
+    rows = {"gap": f"gap to {k.to}\nof the same seed, %"}
     if any(cell.variant == k.to for cell in found):
         rows["loss"] = "val/loss, nats"
     titles = ["\n".join(f"{knob}={value}" for knob, value in zip(k.by, g, strict=True)) for g in groups]
@@ -272,8 +271,6 @@ def draw(figures: Figures, found: list[Cell], k: Knobs):
             draw_settings(figures, ax, [cell for cell in found if cell.group == group], drawn, y, k)
             if y == "gap":
                 ax.axhline(0, color="#000000", linewidth=0.8)
-            if y == "gap" and k.band:
-                ax.axhspan(*k.band, color="#999999", alpha=0.25, linewidth=0)
         if written := [text.get_text().count("\n") + 1 for ax in panels for text in ax.texts]:
             low, high = ax.get_ylim()  # no dot where the edge is written on
             ax.set_ylim(low, high + (high - low) * max(written) / 12)
@@ -357,8 +354,6 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         raise BadInput("name folders of runs: python scripts/report.py gaps out/small --by=max_iters")
     if k.tuned and k.tuned not in k.by:
         raise BadInput(f"--tuned={k.tuned}: it is one of --by; name it there too")
-    if k.band and len(k.band) != 2:
-        raise BadInput(f"--band={','.join(map(str, k.band))}: it takes two numbers, as in --band=0.7,1.5")
     files = [path for path in paths if path.endswith(".csv")]
     again = len(files) == len(paths)
     if len(files) > 1:
