@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 def test_the_numbers_are_those_of_the_log(reference, tmp_path):
     out = tmp_path / "panels.png"
-    train("course", reference, f"--out={out}", program="scripts/report.py", expect=None)
+    train("course", reference, f"--out={out}", program="scripts/report.py")
     rows = list(csv.DictReader(out.with_suffix(".csv").open()))
     lines = {line["iter"]: line for line in metrics(reference)}
     assert out.stat().st_size > 10_000 and {row["run"] for row in rows} == {reference.name}
@@ -24,6 +24,12 @@ def test_the_numbers_are_those_of_the_log(reference, tmp_path):
     assert "train/kl" not in drawn
     steps = [int(row["step"]) for row in rows if row["metric"] == "val/loss"]
     assert steps == [step for step, line in lines.items() if "val/loss" in line]
+
+
+def test_a_metric_that_no_run_has_logged_is_said(reference, tmp_path, capsys):
+    asked = ("--metrics=train/loss,val/los", f"--out={tmp_path / 'x.png'}")
+    train("course", reference, *asked, program="scripts/report.py")
+    assert "no panel for val/los: no run logged it" in capsys.readouterr().err
 
 
 def test_seeds_of_a_setting_are_drawn_alike():
