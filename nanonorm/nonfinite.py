@@ -29,10 +29,10 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        where = "value; the step takes too much memory to be run again without compiling, to see where"
+        found.append("value; where is not known: to run the step again as it is takes too much memory")
         if ranks.size > 1:  # the others wait for this one's gradients
-            raise SystemExit(f"train.py: non-finite {where}") from None
-        found.append(where)
+            fault = f"a step had a non-finite {found[0]}; the last good checkpoint stands"
+            raise SystemExit(f"train.py: {fault}") from None
     for hook in hooks:
         hook.remove()
     if output := ranks.first_word(*found):

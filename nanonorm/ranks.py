@@ -97,10 +97,11 @@ class Ranks:
         """The first word of the lowest rank that has one, on every rank; "" if none has."""
         return next((first for first, *_ in filter(None, self.told(words))), "")
 
-    def differ_in(self, facts: dict) -> list[str]:
-        """The names of the facts that are not the same on every rank."""
+    def differ_in(self, facts: dict) -> dict[str, list[str]]:
+        """Of the facts that are not the same on every rank, name -> their values."""
         told = self.told(facts)
-        return [name for name in facts if any(of[name] != told[0][name] for of in told)]
+        values = {name: list(dict.fromkeys(str(of[name])[:20] for of in told)) for name in facts}
+        return {name: of for name, of in values.items() if len(of) > 1}
 
     def index(self, micro: int) -> int:
         """The index, over all ranks, of this one's micro-batch `micro`."""

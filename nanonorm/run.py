@@ -209,8 +209,8 @@ def fits_adamw(state: dict, p) -> bool:
 
 
 # knobs in which the ranks may differ: paths, and what a machine has or shows
-OF_A_MACHINE = {"out_dir", "dataset", "init_from", "teacher", "device", "compile", "wandb_log", "wandb_mode",
-                "wandb_project", "wandb_run_name"}  # fmt: skip
+OF_A_MACHINE = {"out_dir", "dataset", "init_from", "teacher", "device", "compile", "grad_checkpoint",
+                "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name"}  # fmt: skip
 
 
 @dataclass
@@ -234,8 +234,9 @@ class Beginning:
             raise BadInput(f"{found}: it was being written; start again")
         facts = {name: value for name, value in asdict(self.settings).items() if name not in OF_A_MACHINE}
         facts |= {name: corpus[name] for name in ("train_sha256", "val_sha256")}
-        if names := ranks.differ_in(facts):
-            raise BadInput(f"the ranks differ in {', '.join(names)}; start each with the same")
+        if differ := ranks.differ_in(facts):
+            named = ", ".join(f"{name} ({' and '.join(values)})" for name, values in differ.items())
+            raise BadInput(f"the ranks differ in {named}; start each with the same")
 
 
 def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitStack) -> Beginning:

@@ -58,7 +58,7 @@ class Evaluate:
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU if there is one
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # bfloat16: autocast of float32 weights
     kl: bool = False  # KL(vanilla || network) as well, for which the vanilla network runs beside each other
-    finite: bool = False  # leave out, and count, blocks with a loss that is not finite; else that is an error
+    finite: bool = False  # leave out, and count, blocks with a loss or KL that is not finite, else an error
     within: Positive | None = None  # leave with status 2 if a mean is further than this from the paper's
     out: str | None = None  # .json file for the numbers
 
@@ -138,7 +138,7 @@ def batches(blocks: np.ndarray, size: int, device, label: str):
 @torch.inference_mode()
 def token_losses(network: Network, blocks: np.ndarray, k: Evaluate, device, teacher: Network | None = None):
     """(-log p of every token of `blocks` (n, T) but each block's first: (n, T-1), float64 if --dtype is that,
-    else float32; KL(teacher || network) there, alike, or None). Raises: BadInput if a loss is not finite,
+    else float32; KL(teacher || network) there, alike, or None). Raises: BadInput if a number is not finite,
     without --finite."""
     n, T = blocks.shape
     losses = np.empty((n, T - 1), np.float64 if k.dtype == "float64" else np.float32)

@@ -144,7 +144,7 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     for name, value in values.items():
         if isinstance(value, str):
             path = name in given and os.path.exists(given[name])  # "" is none, nor is what is too long
-            text = str(Path(given[name]).resolve()) if path else given.get(name, value)
+            text = os.path.abspath(given[name]) if path else given.get(name, value)
             found[name] = Filled(text, found, path)
             continue
         rows = value if isinstance(value, dict) else {key: {} for key in value}
@@ -197,17 +197,18 @@ def words_of(text: str, names: dict) -> list[str]:
     words = []
     for word in shlex.split(text):
         alone = re.fullmatch(r"\{([\w.]+)\}", word)
-        value = string.Formatter().get_field(alone[1], (), names)[0] if alone else None
         named = {re.split(r"\W", field)[0] for _, field, *_ in string.Formatter().parse(word) if field}
         axes = {name: names[name] for name in sorted(named) if isinstance(names[name], list)}
+        value = string.Formatter().get_field(alone[1], (), names)[0] if alone and not axes else None
         if isinstance(value, Filled):
             words += value.words
-        else:
-            points = (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
-            each = [word.format_map(names | point) for point in points]
+            continue
+        points = (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
+        each = [word.format_map(names | point) for point in points]
+        if each and axes and word.startswith("--"):
             flag, _, _ = word.partition("=")
-            joined = axes and word.startswith("--")
-            words += [f"{flag}={','.join(one.removeprefix(f'{flag}=') for one in each)}"] if joined else each
+            each = [f"{flag}={','.join(one.removeprefix(f'{flag}=') for one in each)}"]
+        words += each
     return words
 
 
@@ -257,12 +258,14 @@ class Study:
         s, files, axes = sweep.read_command([*step.words, *flags])
         runs = sweep.grid(s, files, axes)
         before = self.record.get(step.key, {}).get("runs")
+        there = [state_of(run) for run in runs]
         self.unfinished += len(sweep.run_grid(s, runs))
-        now = [[str(run.folder), sweep.look(run)[0], run.last_line().get("iter")] for run in runs]
-        if now != before:  # a run that never gets further does not make the next steps new in each call
+        now = [state_of(run) for run in runs]
+        # the next steps are of these runs; what another version made of runs that were finished stays
+        if now != (there if before is None else before):
             self.forget_what_follows(step)
-            self.record[step.key] = {"runs": now}
-            write_json(self.path, self.record, indent=1)
+        self.record[step.key] = {"runs": now}
+        write_json(self.path, self.record, indent=1)
 
     def train(self, step: Step):
         run = sweep.one_run(step.words)
@@ -324,9 +327,18 @@ class Study:
         later = {s.key for s in self.steps[self.steps.index(step) + 1 :]}
         later |= {key for key in self.record if number_of(key) > number_of(step.key)}
         for key in later:
+            if "runs" in self.record.get(key, ()):  # of a sweep, which is asked anew
+                continue
             if step.stdout is None or self.stdout_of(key) != step.stdout:
                 self.record.pop(key, None)
         write_json(self.path, self.record, indent=1)
+
+
+def state_of(run) -> list:
+    """Where a run is: the whole last line of one that is finished, which another making of it would not have;
+    the step of any other, which may come to the same one again in every call."""
+    state, line = sweep.look(run)[0], run.last_line()
+    return [str(run.folder), state, line if state == "finished" else line.get("iter")]
 
 
 def number_of(key: str) -> int:

@@ -145,14 +145,19 @@ def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_re
 def test_a_whole_axis_in_a_word_is_all_of_its_values():
     """So a step is of what the steps before it were done for, whatever a call leaves out."""
     names = {"d": "/d ata", "a": [study.Row("x", {"k": "1"}), study.Row("y", {"k": "2"})], "b": ["p", "q"]}
-    words = study.words_of("go.py {d}/{a.k} --to={d}/{a}/{b} --as={d} {d}", names | {"b": "p"})
-    assert words == ["go.py", "/d ata/1", "/d ata/2", "--to=/d ata/x/p,/d ata/y/p", "--as=/d ata", "/d ata"]
+    words = study.words_of(
+        "go.py {d}/{a.k} {a.k} --to={d}/{a}/{b} --as={d} --no={c}", names | {"b": "p", "c": []}
+    )
+    assert words == ["go.py", "/d ata/1", "/d ata/2", "1", "2", "--to=/d ata/x/p,/d ata/y/p", "--as=/d ata"]
     assert study.words_of("{a}{b}", names) == ["xp", "xq", "yp", "yq"]
-    norm_free = planned("norm_free", "--held=code,books")
-    (evaluated,) = [s.words for s in norm_free if s.words[0] == "scripts/evaluate.py"]
-    assert [word for word in evaluated if word.startswith("--data=")] == [
-        f"--data={ROOT}/data/norm_free_code_held,{ROOT}/data/norm_free_books_held"
-    ]
+    for name, some in (("norm_free", "--held=code"), ("smollm2", "--held=code"),
+                       ("gpt2_small", "--genre=books"), ("gpu_gpt2", "--set=openwebtext")):  # fmt: skip
+        steps, made = planned(name, some), set()
+        for step in steps:
+            read = re.findall(rf"(?<!out_dir=){ROOT}/data/(\w+)(?=[ ,]|$)", " ".join(step.words))
+            made |= set(re.findall(r"out_dir=\S+/data/(\w+)", " ".join(step.words)))
+            made |= {"openwebtext"} if "data/openwebtext/prepare.py" in step.words else set()
+            assert not set(read) - made, (name, some, step.words)
 
 
 def test_a_path_of_the_command_line_is_that_of_its_folder(tmp_path, monkeypatch):
@@ -284,7 +289,8 @@ def test_what_is_made_of_a_step_is_made_again_with_it(chain, tmp_path):
 
 
 def test_a_run_that_gets_no_further_makes_nothing_anew(toy, tmp_path, monkeypatch):
-    """A run that can never be finished: what follows is made again only when its log has gone on."""
+    """A run that can never be finished: what follows is made again only when its log has gone on, or when a
+    finished one was trained anew."""
     at = [7]
     run = SimpleNamespace(folder="run", last_line=lambda: {"iter": at[0]})
     fake = {"read_command": lambda words: (None, [], {}), "look": lambda of: ("resume", "")}
@@ -299,10 +305,12 @@ makes = "{{out}}/a"
 run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
 """
     made = []
-    for at[0] in (7, 7, 9, 9):
+    for at[0], ended in ((7, 0), (7, 0), (9, 0), (9, 0), (9, 1), (9, 1), (9, 2), (9, 2)):
+        line, state = {"iter": at[0], "perf/tok_s": ended}, "finished" if ended else "resume"
+        run.last_line, study.sweep.look = partial(dict, line), lambda of, state=state: (state, "")
         toy(steps, ends=1)
-        made.append((tmp_path / "out/a").stat().st_ino)
-    assert made[0] == made[1] != made[2] == made[3]
+        made.append((tmp_path / "out/a").stat().st_mtime_ns)
+    assert made[::2] == made[1::2] and len(set(made)) == 4  # made anew from nothing it is another run
 
 
 def test_what_a_step_printed_is_shown_where_it_fails_and_written_again_where_it_is_gone(toy, tmp_path, capfd):

@@ -369,9 +369,8 @@ def test_what_is_not_finite_is_said_where_memory_does_not_last_to_see_where():
     """It is not the model or the batch that is too large: that step has run."""
     model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     model.named_modules.return_value, model.named_parameters.return_value = [], []
-    said = first_nonfinite(model, [batch()], nullcontext(), Ranks())
-    assert said.startswith("value; the step takes too much memory")
-    with pytest.raises(SystemExit, match="non-finite value; the step takes too much memory"):
+    assert "takes too much memory" in first_nonfinite(model, [batch()], nullcontext(), Ranks())
+    with pytest.raises(SystemExit, match=r"non-finite value; where is not known: .* too much memory"):
         first_nonfinite(model, [batch()], nullcontext(), Mock(size=2))
     model.side_effect = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):

@@ -102,6 +102,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     try:
         rows, first = found["rows"], found["rows"][0]
         names = names_of([row["model"] for row in rows])
+        if not all(isinstance(row[key], float | None) for row in rows for key in ("ce", "gap")):
+            raise TypeError("a loss is no number")
         losses = by_seed(rows, names, "ce")
         size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
         how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "
@@ -120,7 +122,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     if any(row.get("kl") is not None for row in others):
         text += ["KL to the first network", table(by_seed(others, names, "kl"))]
     if any("not_finite" in row for row in others):
-        head = "Windows in which a loss is not finite, left out above"
+        head = "Windows in which a loss or KL is not finite, left out above"
         text += [head, table(by_seed(others, names, "not_finite"), digits=1)]
     if pairs := pairs_of(k.pairs, list(losses)):
         by_pairs = "by pairs of a seed: the mean and half of its 95% interval by Student's t"
