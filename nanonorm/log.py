@@ -175,7 +175,7 @@ def check_whole(path: Path, log: Log, end: int):
         for name, value in line.items():
             if value is None:  # what train.py writes for nan
                 # at gate 0 in mid-taper the network is one that nobody has trained yet
-                if name not in ("val/loss", "val/bpb") or step == end:
+                if name not in ("val/loss", "val/bpb", "val/kl") or step == end:
                     raise BadLog(f"{name} is not finite at step {step}")
             elif not is_number(value) or (name.startswith(POSITIVE) and value <= 0):
                 raise BadLog(f"{path.name}:{number} is damaged ({name} has an impossible value)")
