@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import ValidationError
+from tqdm import tqdm
 
 from data.tokenizer import (
     MAX_VOCAB,
@@ -55,8 +56,6 @@ Stream = Iterable[Part]
 
 def with_bar(parts: Stream, label: str, total: int | None = None) -> Iterator[Part]:
     """`parts`, with a bar that counts their bytes; no bar unless stderr is a terminal."""
-    from tqdm import tqdm  # here, so that a prepared corpus can be used without it
-
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None) as bar:
         for text, ends in parts:
             yield text, ends
@@ -216,9 +215,13 @@ def corpora() -> list[str]:
 
 def corpus_folder(name: str) -> Path:
     """Where a corpus is: the folder of that name in data/, else the one at that path, which is prepared if it
-    is named by a single word."""
-    ours, there = ROOT / "data" / name, Path(name).resolve()
-    elsewhere = (there / "meta.json").exists() or len(Path(name).parts) > 1  # a path is no name
+    is named by a single word. Raises: BadInput for an empty name."""
+    if not name:
+        raise BadInput("an empty name where a corpus is asked for; name a folder, or one of data/")
+    ours, there, parts = ROOT / "data" / name, Path(name).resolve(), Path(name).parts
+    if not parts or ".." in parts:  # "." is a path, too
+        return there
+    elsewhere = (there / "meta.json").exists() or len(parts) > 1  # a path is no name
     return there if not ours.exists() and elsewhere else ours
 
 

@@ -43,7 +43,7 @@ SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe"
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """{name: bytes} of tokenizer.json, tokenizer_config.json and generation_config.json. Raises: BadInput."""
     said = {key.removeprefix("tokenizer.ggml."): value for key, value in header(path)[0].items()}
-    kind, pre = said.get("model"), said.get("pre", "default")
+    kind, pre = said.get("model"), str(said.get("pre", "default"))
     pre, other = SAME.get(pre, pre), "name another tokenizer with --tokenizer="
     if kind not in ("gpt2", "llama"):
         holds = (

@@ -87,6 +87,8 @@ def tokens_of(tokenizer: Tokenizer, parts) -> tuple[np.ndarray, dict[str, int]]:
 
 def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of OpenWebText's validation split."""
+    if knobs.corpus == "":
+        raise BadInput("--corpus= names no folder; leave it out, or name one")
     folder = Path(knobs.corpus) if knobs.corpus else ROOT / "data/openwebtext"
     if knobs.corpus or (folder / "meta.json").exists():
         if knobs.tokenizer is not None:
@@ -95,7 +97,7 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
         tokenizer, source = load_tokenizer(folder / manifest.tokenizer), manifest.source
     else:
         hub = HubSet(HUB_NAME, WAY_OUT)
-        tokenizer, source = open_tokenizer(knobs.tokenizer or "gpt2"), hub.source
+        tokenizer, source = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer), hub.source
         tokens, _ = tokens_of(tokenizer, texts(split_of(hub)["test"]))
     ends = np.flatnonzero(tokens == tokenizer.eot_id) + 1
     rows = [row for row in np.split(tokens, ends) if len(row)]
@@ -110,7 +112,7 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
 def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of pre-tokenized records. Raises: BadInput."""
     hub = HubSet(RECORDS[knobs.set], WAY_OUT)
-    tokenizer = open_tokenizer(knobs.tokenizer or "gpt2")
+    tokenizer = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer)
     rows = []
     for row in itertools.islice(hub.rows("train"), knobs.records):
         rows.append(np.asarray(row["input_ids"], dtype=np.int64))
@@ -130,7 +132,7 @@ def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
 def local(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of a local text. Raises: BadInput."""
     check_files(knobs.text)
-    tokenizer = open_tokenizer(knobs.tokenizer or "gpt2")
+    tokenizer = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer)
     tokens, count = tokens_of(tokenizer, documents(knobs.text))
     known = {"val_bytes": count["bytes"] or None, "val_documents": count["documents"]}
     return tokens, tokenizer, {"source": knobs.text, **known}
@@ -139,7 +141,7 @@ def local(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
 def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict):
     """Write val.bin, the tokenizer's files and, last, meta.json. Raises: BadInput."""
     if not len(tokens):
-        raise BadInput(f"{more['source']} does not fill a batch of blocks; give more text")
+        raise BadInput(f"{more['source']} holds no text, or not a batch of blocks; give more")
     if not more["source"].isprintable():
         raise BadInput(f"meta.json cannot hold the source {more['source']!a}; give it a printable name")
     if (folder / "train.bin").exists():

@@ -68,8 +68,10 @@ def main():
     folders = list(map(corpus_folder, names))
     metas, trains, vals = zip(*(open_corpus(folder, knobs.block_size) for folder in folders), strict=True)
     for folder, meta in zip(folders, metas, strict=True):
-        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"] or "block_size" in meta:
-            raise BadInput(f"{folder} is cut already, or in other tokens than {folders[0]}; prepare it again")
+        if "block_size" in meta:
+            raise BadInput(f"{folder} is cut already; name the corpora that it was made of")
+        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
+            raise BadInput(f"{folder} is in other tokens than {folders[0]}; prepare it with that tokenizer")
     tokenizer = load_tokenizer(folders[0] / metas[0]["tokenizer"])
     begin = tokenizer.special_id("bos_token") if isinstance(tokenizer, TokenizerJson) else None
     begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)

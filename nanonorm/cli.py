@@ -42,7 +42,7 @@ def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
         print_help(cls, usage)
         sys.exit(0)
     config, explicit, words = cls(), set(), [a for a in argv if not a.startswith("--")]
-    if bare := [a for a in argv if a.startswith("--") and "=" not in a]:
+    if bare := [a for a in argv if a.startswith("-") and (a[:2] != "--" or "=" not in a)]:
         raise BadInput(f"{bare[0]}: flags are written --key=value")
     for path in words if files else []:
         for name, value in run_file(path).items():

@@ -206,7 +206,7 @@ def read_gguf(path: Path, dtype: torch.dtype, hollow: bool = False) -> dict:
     """
     said, tensors = header(path)
     arch = said.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path} is of architecture {str(arch)!r:.60}; this project takes {known}")
     name, ours = settings(said, tensors, arch, path)
@@ -300,8 +300,10 @@ def rope_scaling(said: dict, tensors: dict, arch: str, ours: dict, path: Path) -
     all published ones are tried, which differ in the factor. Raises: ModelError."""
     divisors = torch.empty(ours["head_dim"] // 2)
     fill(divisors, tensors[FREQUENCIES], path)
-    factor, original = float(f"{divisors.max():.6g}"), float(said.get(f"{arch}.{ORIGINAL}", 8192))
-    scaling = (factor, 1.0, 4.0, original)
+    factor, original = float(f"{divisors.max():.6g}"), said.get(f"{arch}.{ORIGINAL}", 8192)
+    if not isinstance(original, int | float):
+        raise ModelError(f"{path} says {arch}.{ORIGINAL}={str(original)!r:.40}, which is no number")
+    scaling = (factor, 1.0, 4.0, float(original))
     if not torch.allclose(divisors, frequency_divisors(ours, scaling), rtol=1e-5, atol=0.0):
         raise ModelError(f"{path} scales its rotary frequencies as no Llama 3 does; no setting holds that")
     return scaling

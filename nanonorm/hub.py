@@ -280,7 +280,8 @@ def find(name: str | Path, weights: bool = True) -> Path:
         return Path(name)
     if not name:
         raise BadInput("an empty path where a model is asked for; name a file or folder")
-    said, is_file = f"no such file or folder: {name}", name.endswith((".pt", ".safetensors", ".bin", ".gguf"))
+    said = f"no such file or folder: {name}"
+    is_file = name.endswith((".pt", ".safetensors", ".bin", ".gguf", ".json", ".model"))
     near, hint = [], ""
     with suppress(OSError):  # there is no such folder, or it may not be read
         there = [path.name for path in Path(name).parent.iterdir()]

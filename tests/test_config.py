@@ -191,6 +191,7 @@ def test_a_bad_flag_is_one_line_that_names_it_and_what_was_wanted(flag, wanted):
 def test_a_value_without_its_equals_sign_is_not_taken_for_a_config_file():
     said = "--max_iters: flags are written --key=value"
     assert refused("--max_iters", "10", files=True) == said == refused("10", "--max_iters", files=True)
+    assert refused("-max_iters=3", files=True) == "-max_iters=3: flags are written --key=value"
 
 
 def bare(hint):

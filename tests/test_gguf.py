@@ -181,8 +181,15 @@ def with_tensor(name: str, n: int, value=1, dtype=np.float32):
     return lambda said, tensors: tensors.update({name: np.full(n, value, dtype)})
 
 
+def scaled(**keys):
+    """With Llama 3's scaling of rotary frequencies as well."""
+    both = with_key(**keys), with_tensor("rope_freqs.weight", 8)
+    return lambda said, tensors: [change(said, tensors) for change in both]
+
+
 REFUSED = [
     ("llama", with_key(general__architecture="gemma3"), "is of architecture 'gemma3'; this project takes"),
+    ("llama", scaled(llama__rope__scaling__original_context_length="abc"), "='abc', which is no number"),
     ("llama", without("blk.1.ffn_up.weight"), "is not whole: tensor blk.1.ffn_up.weight is missing"),
     ("llama", without("token_embd.weight"), "is not whole: tensor token_embd.weight is missing"),
     ("gpt2", without("blk.1.attn_qkv.bias"), "is not whole: tensor blk.1.attn_qkv.bias is missing"),
@@ -325,6 +332,7 @@ def test_a_sentencepiece_model_comes_back(corpus, tmp_path):
     [
         ("model", "bert", "holds a tokenizer of kind 'bert', not gpt2 or llama"),
         ("pre", "tekken", "splits text as 'tekken' does, not as one of gpt-2, smollm"),
+        ("pre", ["llama3"], "splits text as \"['llama3']\" does, not as one of"),
         ("merges", ["a b c"], "is not a sound tokenizer.json"),
         ("eos_token_id", 70000, "holds a damaged tokenizer (list index out of range)"),
         ("token_type", [1], "holds a damaged tokenizer (list index out of range)"),

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import asdict
 
 import pytest
+from conftest import refuses
 from running import assert_same_run, flags, train
 
 import data
@@ -83,6 +84,12 @@ def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):
     (tmp_path / "stdlib").mkdir()
     (tmp_path / "stdlib/meta.json").touch()
     assert data.corpus_folder("stdlib") == data.ROOT / "data/stdlib"
+    assert (
+        data.corpus_folder(".") == tmp_path
+        and data.corpus_folder("../nanonorm") == tmp_path.parent / "nanonorm"
+    )
+    with refuses("an empty name where a corpus is asked for"):
+        data.corpus_folder("")
     train(*flags(tmp_path / "run", "texts/mine", **PLAIN | {"max_iters": 2, "eval_interval": 2}))
 
 
