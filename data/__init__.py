@@ -219,7 +219,7 @@ def corpus_folder(name: str) -> Path:
     if not name:
         raise BadInput("an empty name where a corpus is asked for; name a folder, or one of data/")
     ours, there, parts = ROOT / "data" / name, Path(name).resolve(), Path(name).parts
-    if not parts or ".." in parts:  # "." is a path, too
+    if not set(parts) - {".."}:  # "." and ".." are paths, too
         return there
     elsewhere = (there / "meta.json").exists() or len(parts) > 1  # a path is no name
     return there if not ours.exists() and elsewhere else ours
