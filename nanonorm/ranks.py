@@ -98,10 +98,10 @@ class Ranks:
         return next((first for first, *_ in filter(None, self.told(words))), "")
 
     def differ_in(self, facts: dict) -> dict[str, list[str]]:
-        """Of the facts that are not the same on every rank, name -> their values."""
+        """Of the facts that are not the same on every rank, name -> their values, shortened."""
         told = self.told(facts)
-        values = {name: list(dict.fromkeys(str(of[name])[:20] for of in told)) for name in facts}
-        return {name: of for name, of in values.items() if len(of) > 1}
+        values = {name: dict.fromkeys(str(of[name]) for of in told) for name in facts}
+        return {name: [f"{value:.20}" for value in of] for name, of in values.items() if len(of) > 1}
 
     def index(self, micro: int) -> int:
         """The index, over all ranks, of this one's micro-batch `micro`."""

@@ -69,6 +69,13 @@ def test_two_launchers_that_count_their_restarts_apart(corpus, tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "again")
 
 
+def test_a_difference_is_seen_however_far_back_it_stands(monkeypatch):
+    ranks, facts = Ranks(), {"alike": None, "long": "a" * 50}
+    assert ranks.differ_in(facts) == {}
+    monkeypatch.setattr(ranks, "told", lambda of: [of, of | {"long": "a" * 49 + "b"}])
+    assert ranks.differ_in(facts) == {"long": ["a" * 20] * 2}
+
+
 @pytest.mark.slow
 def test_ranks_of_other_settings_or_text_are_refused(corpus, bpe_corpus, tmp_path):
     """As on two machines that were not prepared alike, of which each would train its own network."""

@@ -102,7 +102,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     try:
         rows, first = found["rows"], found["rows"][0]
         names = names_of([row["model"] for row in rows])
-        if not all(isinstance(row[key], float | None) for row in rows for key in ("ce", "gap")):
+        if not all(isinstance(row[key], int | float | None) for row in rows for key in ("ce", "gap")):
             raise TypeError("a loss is no number")
         losses = by_seed(rows, names, "ce")
         size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
