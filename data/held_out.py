@@ -85,6 +85,11 @@ def tokens_of(tokenizer: Tokenizer, parts) -> tuple[np.ndarray, dict[str, int]]:
     return np.frombuffer(file.getvalue(), dtype_of(tokenizer.vocab_size)), count
 
 
+def chosen_or_gpt2(knobs: Knobs) -> Tokenizer:
+    """--tokenizer, or GPT-2's if none is named. Raises: BadInput, also for an empty name."""
+    return open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer)
+
+
 def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of OpenWebText's validation split."""
     if knobs.corpus == "":
@@ -97,7 +102,7 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
         tokenizer, source = load_tokenizer(folder / manifest.tokenizer), manifest.source
     else:
         hub = HubSet(HUB_NAME, WAY_OUT)
-        tokenizer, source = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer), hub.source
+        tokenizer, source = chosen_or_gpt2(knobs), hub.source
         tokens, _ = tokens_of(tokenizer, texts(split_of(hub)["test"]))
     ends = np.flatnonzero(tokens == tokenizer.eot_id) + 1
     rows = [row for row in np.split(tokens, ends) if len(row)]
@@ -112,7 +117,7 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
 def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of pre-tokenized records. Raises: BadInput."""
     hub = HubSet(RECORDS[knobs.set], WAY_OUT)
-    tokenizer = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer)
+    tokenizer = chosen_or_gpt2(knobs)
     rows = []
     for row in itertools.islice(hub.rows("train"), knobs.records):
         rows.append(np.asarray(row["input_ids"], dtype=np.int64))
@@ -132,7 +137,7 @@ def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
 def local(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     """(tokens (n,), their tokenizer, more for meta.json) of a local text. Raises: BadInput."""
     check_files(knobs.text)
-    tokenizer = open_tokenizer("gpt2" if knobs.tokenizer is None else knobs.tokenizer)
+    tokenizer = chosen_or_gpt2(knobs)
     tokens, count = tokens_of(tokenizer, documents(knobs.text))
     known = {"val_bytes": count["bytes"] or None, "val_documents": count["documents"]}
     return tokens, tokenizer, {"source": knobs.text, **known}

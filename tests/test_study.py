@@ -232,7 +232,8 @@ def toy(command, tmp_path, capfd):
         how = ("--try", f"--work={tmp_path}/work", f"--out={tmp_path}/out")
         capfd.readouterr()
         assert command("toy", *how, *argv, toy=steps) == ends
-        return capfd.readouterr().err.splitlines()
+        run.printed, said = capfd.readouterr()
+        return said.splitlines()
 
     return run
 
@@ -313,7 +314,7 @@ run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
     assert made[::2] == made[1::2] and len(set(made)) == 4  # made anew from nothing it is another run
 
 
-def test_what_a_step_printed_is_shown_where_it_fails_and_written_again_where_it_is_gone(toy, tmp_path, capfd):
+def test_what_a_step_printed_is_shown_where_it_fails_and_written_again_where_it_is_gone(toy, tmp_path):
     steps = """
 [[steps]]
 unless = "{tmp}/there"
@@ -326,6 +327,7 @@ run = "{say} fails"
     say = f"import sys\nopen({str(tmp_path / 'there')!r}, 'w')\nprint('a row', *sys.argv[1:])\n"
     say += "sys.exit(len(sys.argv) - 1)"
     toy(steps, say=say, ends=2)
+    assert toy.printed.splitlines()[-2:] == ["a row", "a row fails"]
     (tmp_path / "out/said").unlink()
     toy(steps, say=say, ends=2)
     assert (tmp_path / "out/said").read_text() == "a row\n" and not (tmp_path / "out/never").exists()

@@ -109,9 +109,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "
         how += f"standard deviation over seeds. {found['machine']}, torch {found['torch']}."
     except (LookupError, TypeError, ValueError) as e:
-        raise BadInput(
-            f"{words[0]} has no losses; name what scripts/evaluate.py --out= writes ({e!r})"
-        ) from None
+        what = f"name what scripts/evaluate.py --out= writes ({e!r})"
+        raise BadInput(f"{words[0]} has no losses; {what}") from None
     others = [row for row in rows if row["model"] != first["model"]]
     if not others:
         raise BadInput(f"{words[0]} has no other network to compare the first with; evaluate two or more")

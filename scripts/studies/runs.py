@@ -173,7 +173,11 @@ def difference(settings: dict, planned: dict) -> str:
 
 
 class Unusable(BadInput):
-    """This run cannot be counted; the message says why."""
+    """The run in a folder cannot be counted; `why` not."""
+
+    def __init__(self, folder: Path, why: str):
+        super().__init__(f"{folder}: {why}")
+        self.why = why
 
 
 @dataclass(eq=False)
@@ -219,11 +223,8 @@ def by_seed(runs: list[FinishedRun], metric: str = "val/loss") -> dict[int, floa
 
 
 def load(folder: Path) -> FinishedRun:
-    """The run in a folder. Raises: Unusable, which names it."""
-    try:
-        head, lines = read_finished(folder)
-    except Unusable as e:
-        raise Unusable(f"{folder}: {e}") from None
+    """The run in a folder. Raises: Unusable."""
+    head, lines = read_finished(folder)
     return FinishedRun(folder, variant_of(head["settings"]), head["settings"], point_of(head), head, lines)
 
 
@@ -243,11 +244,11 @@ def collect(paths: list[str]) -> tuple[list[FinishedRun], dict[str, str]]:
             run = load(folder)
             key = (run.variant, run.seed, repr(run.point))
             if key in seen:
-                raise Unusable(f"the same settings as {seen[key]}")
+                raise Unusable(folder, f"the same settings as {seen[key]}")
             seen[key] = folder
             runs.append(run)
         except Unusable as e:
-            left_out[str(folder)] = str(e).removeprefix(f"{folder}: ")
+            left_out[str(folder)] = e.why
     if not runs:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise BadInput(f"no finished run in {', '.join(paths)}" + (f" ({why})" if why else ""))
@@ -270,11 +271,11 @@ def read_finished(folder: Path) -> tuple[dict, list[dict]]:
         settings = asdict(config)
         check_whole(path, log, settings["max_iters"])
     except OSError:
-        raise Unusable("no metrics.jsonl that can be read") from None
+        raise Unusable(folder, "no metrics.jsonl that can be read") from None
     except (BadInput, ModelError) as e:
-        raise Unusable(str(e).removeprefix(f"{folder}/")) from None
+        raise Unusable(folder, str(e).removeprefix(f"{folder}/")) from None
     if why := bad_export(folder, settings):
-        raise Unusable(f"unfinished: {why}")
+        raise Unusable(folder, f"unfinished: {why}")
     return log.header | {"settings": settings}, log.lines
 
 
