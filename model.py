@@ -123,8 +123,8 @@ class ModelKnobs:
 
 @dataclass
 class ModelConfig(ModelKnobs):
-    """An architecture; travels in every model file. Never changed once made: replace() makes another. Raises:
-    ModelError for what makes no sense."""
+    """An architecture; travels in every model file. Never changed once made: replace() makes another, of the
+    same head_dim, hidden and n_kv_head. Raises: ModelError for what makes no sense."""
 
     form: Literal["trained", "unfused", "folded", "weightless"] = "trained"  # its making; not a knob
 
@@ -793,7 +793,7 @@ ANCHORS = {"fixed": ScaleAnchor, "batch": BatchAnchor}
 
 
 class Losses(NamedTuple):
-    """Of one batch: total = ce + aux, 0-dim; stream: the final norm's input (B, T, D), detached."""
+    """Of a batch: total = ce + aux, 0-dim, alone with a graph; stream: the final norm's input (B, T, D)."""
 
     total: torch.Tensor
     ce: torch.Tensor

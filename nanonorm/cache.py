@@ -5,6 +5,7 @@
 
 import torch
 
+from nanonorm.errors import ModelError
 from nanonorm.kernels import autocasts
 
 
@@ -14,11 +15,13 @@ class KVCache:
     0. One tensor for all layers would be copied in each by the compiler, which cannot write into a slice.
 
     A network with a sink has its keys and values in a column of their own before these, which `length` and
-    `pos` do not count.
+    `pos` do not count. Raises: ModelError for more tokens than a text may have.
     """
 
     def __init__(self, model, batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
+        if length > c.longest_text:
+            raise ModelError(f"a cache of {length} tokens is more than this model's {c.longest_text}")
         shape, device = (batch, c.n_kv_head, c.ahead + length, c.head_dim), w.device
         dtype = torch.get_autocast_dtype(device.type) if autocasts(w) else w.dtype
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]

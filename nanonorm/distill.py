@@ -52,7 +52,7 @@ def whole_distill_loss(logits, taught, targets, ce_weight: float, kl_weight: flo
 class TaughtLosses(NamedTuple):
     """Of one batch, 0-dim: total = ce_weight ce + kl_weight kl + aux is what a step minimizes; ce: the
     student's cross-entropy; kl: KL to the teacher; aux: the student's scale loss. stream: the input of its
-    final norm (B, T, D), detached."""
+    final norm (B, T, D). Only total has a graph."""
 
     total: torch.Tensor
     ce: torch.Tensor

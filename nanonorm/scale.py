@@ -20,7 +20,19 @@ def ordinary(inverse, multiple: float | None):
     return None if multiple is None else multiple * inverse >= inverse.median()
 
 
-class Tracker(nn.Module):
+class KeepsWide:
+    """Of a module: its own buffers stay in float32 or better where the weights become narrower."""
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, t in before.items():
+            if self._buffers[name].dtype.itemsize < 4 <= t.dtype.itemsize:
+                self._buffers[name] = t.to(self._buffers[name].device)
+        return self
+
+
+class Tracker(KeepsWide, nn.Module):
     """Bias-corrected EMAs of token means, one observation per optimizer step, collected in some phases.
 
     `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
@@ -102,8 +114,12 @@ def observe_step(trackers: list[Tracker], all_reduce=None):
         t.follow()
 
 
-class Tracked:
+class Tracked(KeepsWide):
     """What a model.Transformer does with its trackers."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.bind_gates()  # pickle gives every view memory of its own
 
     def trackers(self) -> dict[str, Tracker]:
         anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}

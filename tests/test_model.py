@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -351,6 +352,41 @@ def test_chunks_of_the_loss_do_not_add_up_in_bfloat16():
         got = torch.autograd.grad(chunked_cross_entropy(y, W, None, targets), W)[0]
     # 4.0e-3 seen; 6.8e-3 with a shared cast, and that grows with the number of chunks
     assert (got - wanted).norm() / wanted.norm() <= 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loss_of_a_network_in_16_bits_is_that_of_its_logits(dtype):
+    """Of so many tokens that float16 could not hold the sum, 90,000."""
+    model = tiny("rmsnorm", dtype=dtype, std=0.05).eval()
+    idx, targets = batch(B=1500)
+    with torch.no_grad():
+        wanted = F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten())
+        assert model(idx, targets).ce.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_statistics_and_gates_stay_wide_in_a_network_of_16_bits():
+    """500 steps: in bfloat16 256 and 1 are 256, and a mean that moves by a hundredth stands still."""
+    wide = Transformer(tiny_config("rmsnorm-all-aux"))
+    with torch.no_grad():
+        for p in wide.parameters():
+            p.copy_(p.bfloat16())
+    narrow = copy.deepcopy(wide).bfloat16()
+    for model in (wide, narrow):
+        model.gate.fill_(0.3)
+        for seed in range(500):
+            model.train()(*batch(1, 4, seed))
+            model.update_statistics()
+        model.calibrate()
+    for (name, a), b in zip(wide.named_buffers(), narrow.buffers(), strict=True):
+        assert a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-3), name
+    assert narrow.norm_final.gate.data_ptr() == narrow.gate[-1].data_ptr()
+
+
+def test_gates_of_a_pickled_network_are_its_own():
+    """Plain pickle, as joblib and Ray have it: each tensor gets memory of its own there."""
+    model = pickle.loads(pickle.dumps(tiny("layernorm-all", phase="blend")))  # noqa: S301
+    model.gate.fill_(0.25)
+    assert {norm.gate.item() for norm in model.taper_norms().values()} == {0.25}
 
 
 def test_a_step_keeps_no_more_for_its_backward_than_it_must():
