@@ -44,13 +44,15 @@ from nanonorm.run import beginning_in, open_model
 from nanonorm.typed import Count, Positive
 
 LEFT = 0.1  # of a card
-_gpt2 = {"vocab_size": 50_257, "positions": "learned", "mlp": "gelu", "bias": True, "norm": "layernorm",
-         "norm_eps": 1e-5}  # fmt: skip
+_gpt2 = {"vocab_size": 50_257, "block_size": 1024, "positions": "learned", "mlp": "gelu", "bias": True,
+         "norm": "layernorm", "norm_eps": 1e-5}  # fmt: skip
 _llama3 = {"rope_base": 500_000.0, "rope_scaling": (32.0, 1.0, 4.0, 8192.0), "norm_eps": 1e-5}
-_llama = {"vocab_size": 128_256, "n_kv_head": 8, "hidden": 8192} | _llama3
-_qwen = {"vocab_size": 151_936, "n_kv_head": 8, "head_dim": 128, "qk_norm": True, "rope_base": 1e6}
+_llama = {"vocab_size": 128_256, "block_size": 131_072, "n_kv_head": 8, "hidden": 8192} | _llama3
+_qwen = {"vocab_size": 151_936, "block_size": 40_960, "n_kv_head": 8, "head_dim": 128, "qk_norm": True,
+         "rope_base": 1e6}  # fmt: skip
 _qwen_8b = _qwen | {"hidden": 12_288, "tie_embeddings": False}
-_smollm2 = {"vocab_size": 49_152, "n_kv_head": 3, "hidden": 1536, "rope_base": 100_000.0, "norm_eps": 1e-5}
+_smollm2 = {"vocab_size": 49_152, "block_size": 8192, "n_kv_head": 3, "hidden": 1536, "rope_base": 1e5,
+            "norm_eps": 1e-5}  # fmt: skip
 SHAPES = {  # weights -> layers, width, heads and the rest
     "gpt2": (12, 768, 12, _gpt2), "gpt2-medium": (24, 1024, 16, _gpt2),
     "gpt2-large": (36, 1280, 20, _gpt2), "gpt2-xl": (48, 1600, 25, _gpt2),
@@ -84,7 +86,7 @@ def shape_of(name: str | None) -> ModelConfig | None:
     if name not in SHAPES:
         return None
     n_layer, n_embd, n_head, rest = SHAPES[name]
-    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head, block_size=1024, **rest)
+    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head, **rest)
 
 
 def hollow_file(name: str, teacher: str | None = None) -> dict:

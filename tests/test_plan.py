@@ -184,6 +184,14 @@ def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):
         assert f"{tmp_path / 'meta.json'} describes no corpus to train on" in said
 
 
+def test_the_context_of_weights_that_are_not_there_is_their_own(capsys, monkeypatch):
+    """As train.py has it: windows up to it, and a length to be asked for where it is long."""
+    argv = ("--init_from=Qwen/Qwen3-0.6B", "--dataset=no/corpus", "--device=cpu")
+    assert planned(capsys, monkeypatch, *argv, "--block_size=2048")["parts"]["activations"]
+    said = refused(capsys, *argv, program="scripts/plan.py")
+    assert "has a context of 40,960 tokens; say how much of it a window takes" in said
+
+
 def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
     said = refused(capsys, *SMALL, "--ranks=3", program="scripts/plan.py")
     assert "must be a multiple of the 3 ranks" in said
