@@ -14,6 +14,7 @@ import torch
 
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
+from data.tokenizer import TokenizerJson, load_tokenizer
 from forms import begun_as, config_of, from_file, skeleton, unfuse
 from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
@@ -118,6 +119,15 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
             own = {n: t.to(matrix) if t.dim() >= 2 else t for n, t in start.file["state"].items()}
             start.file["state"] = teacher.state_dict() | own
     return teacher
+
+
+def odd_sink(sink_token: int | None, tokenizer: Path) -> list[str]:
+    """What to say of a sink that is not the begin token of the corpus's tokenizer, where that names one."""
+    own = None if sink_token is None else load_tokenizer(tokenizer)
+    begin = own.special_id("bos_token") if isinstance(own, TokenizerJson) else None
+    if begin in (None, sink_token):
+        return []
+    return [f"sink_token={sink_token} is not the begin token of {tokenizer}, which is {begin}"]
 
 
 # of trackers, and what begins with a taper

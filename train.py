@@ -22,7 +22,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from begin import change_of, distance_of, make_trained, provenance
+from begin import change_of, distance_of, make_trained, odd_sink, provenance
 from config import Config
 from data import corpus_folder, open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
@@ -282,7 +282,7 @@ def main(held: ExitStack):
     corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text, cfg.ahead)
     start.refuse_to_differ(ranks, corpus)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
-    notes = cfg.remarks()
+    notes = cfg.remarks() + odd_sink(cfg.sink_token, data_folder / corpus["tokenizer"])
     if ranks.main:
         notes += change_of(model, start, torch.from_numpy(val_tokens))
     whole_on = torch.device("cpu") if cfg.shard else device

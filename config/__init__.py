@@ -26,7 +26,7 @@ AGAIN, SPLIT = Anew("resume"), Anew("split")
 GATES = Needs("taper", tapers)
 START, END = Needs("taper", reads_start), Needs("taper", reads_end)
 TEACHER = Needs("teacher", lambda c: c.teacher is not None)
-ADAPTER = Needs("adapter", lambda c: c.adapter != "none")
+ADAPTERS = Needs("adapter", lambda c: c.adapter != "none")
 DECAY = Needs("decay_lr", lambda c: c.decay_lr)
 Form = hints(ModelConfig)["form"]
 Projection = Literal["qkv", "proj", "gate_up", "up", "down", "tok_emb", "lm_head"]  # the last two are refused
@@ -88,9 +88,9 @@ class Config(ModelKnobs):
     # what trains in place of the weights (needs peft)
     adapter: Annotated[Literal["none", "lora", "dora"], V2] = "none"
     # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
-    adapter_rank: Annotated[Count, ADAPTER, V2] = 64
-    adapter_alpha: Annotated[Positive | None, ADAPTER, V2] = None  # alpha/r multiplies them; None: twice r
-    adapter_targets: Annotated[Projections | None, ADAPTER, V2] = None  # a block's layers; None: all
+    adapter_rank: Annotated[Count, ADAPTERS, V2] = 64
+    adapter_alpha: Annotated[Positive | None, ADAPTERS, V2] = None  # alpha/r multiplies them; None: twice r
+    adapter_targets: Annotated[Projections | None, ADAPTERS, V2] = None  # a block's layers; None: all
     # system
     seed: Seed = 1337  # of the weights and of the order of the data
     # cpu, cuda, cuda:1, mps (never tried); auto: a GPU if there is one

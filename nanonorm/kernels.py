@@ -80,8 +80,9 @@ def upcast(h):
 
 
 def autocasts(h) -> bool:
-    """True where matrix products are cast to a narrower type."""
-    return h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
+    """True where matrix products are cast to a narrower type, which float64's never are."""
+    here = h.device.type != "meta" and h.dtype != torch.float64
+    return here and torch.is_autocast_enabled(h.device.type)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -176,12 +177,12 @@ def gated(mlp, x, inverse=None):
         return NotImplemented
     if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
         return NotImplemented  # it may carry an adapter
-    of_gate, of_up = layer.weight.chunk(2)
+    of_opening, of_up = layer.weight.chunk(2)
     up = F.linear(x, of_up)
-    gate = F.linear(x, of_gate)  # written last, and read first
+    opening = F.linear(x, of_opening)  # written last, and read first
     if inverse is not None:
-        up, gate = up.mul_(inverse), gate.mul_(inverse)
-    return F.silu(gate, inplace=True).mul_(up)
+        up, opening = up.mul_(inverse), opening.mul_(inverse)
+    return F.silu(opening, inplace=True).mul_(up)
 
 
 class EagerSwiGLU(torch.autograd.Function):
@@ -191,18 +192,18 @@ class EagerSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, weight):
         ctx.save_for_backward(gate_up, weight)
-        gate, up = gate_up.chunk(2, -1)
-        return F.linear(F.silu(gate).mul_(up), weight)
+        opening, up = gate_up.chunk(2, -1)
+        return F.linear(F.silu(opening).mul_(up), weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         gate_up, weight = ctx.saved_tensors
         of_gate_up, of_product = torch.empty_like(gate_up), grad @ weight.to(grad.dtype)
-        (gate, up), (of_gate, of_up) = gate_up.chunk(2, -1), of_gate_up.chunk(2, -1)
-        silu = F.silu(gate)
+        (opening, up), (of_opening, of_up) = gate_up.chunk(2, -1), of_gate_up.chunk(2, -1)
+        silu = F.silu(opening)
         torch.mul(of_product, silu, out=of_up)
-        torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
+        torch.ops.aten.silu_backward(of_product.mul_(up), opening, grad_input=of_opening)
         if not ctx.needs_input_grad[1]:
             return of_gate_up, None
         of_weight = grad.flatten(0, -2).t() @ silu.mul_(up).flatten(0, -2)

@@ -20,19 +20,12 @@ def ordinary(inverse, multiple: float | None):
     return None if multiple is None else multiple * inverse >= inverse.median()
 
 
-class KeepsWide:
-    """Of a module: its own buffers stay in float32 or better where the weights become narrower."""
-
-    def _apply(self, fn, recurse=True):
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, t in before.items():
-            if self._buffers[name].dtype.itemsize < 4 <= t.dtype.itemsize:
-                self._buffers[name] = t.to(self._buffers[name].device)
-        return self
+def as_wide(t, moved):
+    """A buffer `t` that was cast or moved with the weights: in float32 or better it stays so."""
+    return t.to(moved.device) if moved.dtype.itemsize < 4 <= t.dtype.itemsize else moved
 
 
-class Tracker(KeepsWide, nn.Module):
+class Tracker(nn.Module):
     """Bias-corrected EMAs of token means, one observation per optimizer step, collected in some phases.
 
     `phase` is host state, set by Transformer.set_phase. `sums` holds the step so far: of each quantity over
@@ -54,6 +47,12 @@ class Tracker(KeepsWide, nn.Module):
         for name in ("sums", "last"):
             size = len(self.quantities) + len(self.shown) + 2
             self.register_buffer(name, torch.zeros(size), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        self._buffers.update({name: as_wide(t, self._buffers[name]) for name, t in before.items()})
+        return self
 
     def set_phase(self, phase: str):
         self.phase = phase
@@ -114,8 +113,14 @@ def observe_step(trackers: list[Tracker], all_reduce=None):
         t.follow()
 
 
-class Tracked(KeepsWide):
+class Tracked:
     """What a model.Transformer does with its trackers."""
+
+    def _apply(self, fn, recurse=True):
+        gate = self.gate
+        super()._apply(fn, recurse)
+        self.gate = as_wide(gate, self.gate)
+        return self
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -22,7 +22,7 @@ from running import TINY, train
 from test_house import sources
 
 from config import Config, free_on_resume, gpt2
-from model import ModelConfig, Transformer
+from model import NORMS, ModelConfig, Transformer
 from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
 from nanonorm.errors import BadInput, one_line_errors
@@ -172,7 +172,7 @@ def test_a_flag_sets_its_knob(flag, name, wanted):
         *((f"--grad_clip={x}", "grad_clip must be a number >= 0") for x in ("-0.5", "nan", "1e999")),
         ("--norm_eps=0", "norm_eps must be a number >= 1e-30"),
         ("--beta2=1", "beta2 must be a number from 0.0 to 0.999999"),
-        ("--norm=RMSNorm", "norm must be one of rmsnorm, layernorm, coupled, cbwc, dyt, derf, not 'RMSNorm'"),
+        ("--norm=RMSNorm", f"norm must be one of {', '.join(NORMS)}, not 'RMSNorm'"),
         ("--taper=None", "taper must be one of none, internal, final, all"),
         ("--gate_strat=3", "unknown key 'gate_strat'; did you mean 'gate_start'?"),
         ("--lr=3e-4", "unknown key 'lr'; did you mean 'learning_rate'?"),

@@ -175,6 +175,19 @@ def test_under_autocast_the_cache_holds_what_attention_reads(variant):
             assert len(model.generate(prompts, 20, temperature=0)) == 2
 
 
+def test_autocast_leaves_float64_and_its_cache_alone():
+    model, prompt = tiny().eval(), tokens(2, 3)
+    wanted = model.generate(prompt, 5, temperature=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert KVCache(model, 2, 16).k[0].dtype == torch.float64
+        assert torch.equal(model.generate(prompt, 5, temperature=0), wanted)
+
+
+def test_a_cache_has_room_for_no_more_than_a_text_may_have():
+    with refuses("a cache of 17 tokens is more than this model's 16"):
+        KVCache(tiny(), 2, 17)
+
+
 def test_an_error_leaves_the_mode_as_it_was():
     for training in (True, False):
         model = tiny().train(training)

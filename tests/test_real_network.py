@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import train
+from running import refused, train
 
 from data.tokenizer import load_tokenizer
 from forms import FOLD_TOLERANCE, from_file, proved
@@ -92,11 +92,14 @@ def test_its_fold_is_proved(form, network, gains, request):
 
 def test_every_export_that_can_hold_it(smollm2, half_coupled, folder, tmp_path, capsys, code_cache):
     """The class that it is, by --to=hf; coupled, that class with our norms; ONNX of both; and the reason why
-    a stock class cannot compute it."""
+    no other stock class is made of it."""
     assert facts(folder)["network"]["norm"] == "rmsnorm" and not (folder / "modeling_nanonorm.py").exists()
-    for source, name in ((smollm2, "whole"), (half_coupled, "half_coupled")):
+    whole = (smollm2, "whole", "it has all its norms, so there is nothing to take out")
+    for source, name, why in (whole, (half_coupled, "half_coupled", "no stock class computes norm=coupled")):
         done = convert(source, "onnx", tmp_path / f"{name}_onnx")
         assert facts(done)["errors"]["float64"] < 1e-9 and facts(done)["errors"]["float32"] < 1e-4
+        flags = (str(source), "--to=stock", f"--out={tmp_path / name}_stock")
+        assert why in refused(capsys, *flags, program="scripts/convert.py")
     out = convert(half_coupled, "hf", tmp_path / "half_coupled_hf")
     assert (out / "modeling_nanonorm.py").exists() and max(facts(out)["errors"].values()) < 1e-4
     how = ("--prompt=Once upon a time", "--max_new_tokens=24")

@@ -16,6 +16,7 @@ from running import refused
 from test_tokenizer import gpt2, put
 
 import data
+from begin import odd_sink
 from data.sampling import train_batch
 from data.tokenizer import load_tokenizer
 from data.windows import cut, main, stretches
@@ -86,6 +87,9 @@ def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):
     special = {tokenizer.special_id("bos_token"), tokenizer.eot_id}
     assert "block_size" not in meta and meta["train_tokens"] == len(train) > 0
     assert not special & {*train.tolist(), *val.tolist()}
+    path, begin = tmp_path / "mixed" / meta["tokenizer"], tokenizer.special_id("bos_token")
+    assert odd_sink(begin, path) == odd_sink(None, path) == []
+    assert odd_sink(begin + 1, path)[0].endswith(f"is not the begin token of {path}, which is {begin}")
 
 
 def test_a_corpus_of_windows_is_read_window_by_window(mixed):

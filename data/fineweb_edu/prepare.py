@@ -3,9 +3,10 @@
     python data/fineweb_edu/prepare.py [--tokenizer=gpt2] [--out_dir=PATH]
     python data/fineweb_edu/prepare.py --text=train.txt --val_text=valid.txt [--tokenizer=PATH]
 
-The first streams sample-10BT of HuggingFaceFW/fineweb-edu from the hub and writes 20 GB of tokens, so
-train.py never runs it unasked. Its first documents are the validation split, the others the training split.
-The second reads UTF-8 files in which a line that holds only <|endoftext|> follows every document.
+The first streams sample-10BT of HuggingFaceFW/fineweb-edu from the hub and writes 20 GB of GPT-2's tokens
+(of a vocabulary above 65,536 about twice that), so train.py never runs it unasked. Its first documents are
+the validation split, the others the training split. The second reads UTF-8 files in which a line that holds
+only <|endoftext|> follows every document.
 """
 
 import itertools

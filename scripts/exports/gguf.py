@@ -34,7 +34,7 @@ from scripts.exports.stock import CENTRING, IDLE, plain
 NEEDS = ("gguf", "xllamacpp")
 TOP = 100  # next tokens that are compared at a position
 # Largest error, of the logits' spread. llama.cpp looks a GELU up in a table of half-precision numbers.
-TOLERANCE = {"swiglu": 1e-4, "gelu": 2e-3}
+BY_LLAMA_CPP = {"swiglu": 1e-4, "gelu": 2e-3}
 HOW = "`llama-cli -m model.gguf`, or any program that is built on llama.cpp; its architecture is `{}`."
 LEFT_OUT = "\n\nGGUF has room for three end tokens. These end a text too, and are left out: {}."
 SAVES = """Nothing: where norms are gone llama.cpp still computes norms, which change nothing. What is faster
@@ -190,7 +190,7 @@ def proof(path: Path, job: Job, mlp: str) -> float:
     ours = logits.log_softmax(-1).gather(-1, ids.long())
     least = -80.0  # of probabilities below the smallest float32 llama.cpp gives no logarithm
     error = ((ours.clamp_min(least) - theirs.clamp_min(least)).abs().max() / spread(logits)).item()
-    if not error <= TOLERANCE[mlp]:
+    if not error <= BY_LLAMA_CPP[mlp]:
         raise ModelError(f"llama.cpp differs by {error:.1e} of the logit scale; not exported")
     return error
 
