@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from bench import hardware
+from bench import hardware  # not found? pip install -e .
 from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
 from model import Transformer
 from nanonorm.cli import check_out, finish, parse

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from begin import begun_from, untapered
+from begin import begun_from, untapered  # not found? pip install -e .
 from config import Config
 from data import Manifest, corpus_folder
 from data.sampling import SHARE

@@ -79,7 +79,7 @@ def check(k: Sweep, axes: dict[str, list[str]]):
     if not any(PAPER_ROWS[v][2] for v in k.variants):
         remedy = "add internal_aux or all_aux"
         raise BadInput(f"--aux_weight is the lambda of the *_aux variants, and --variants has none; {remedy}")
-    if any(float(weight) == 0 for weight in axes["aux_weight"]):
+    if any(parse(Config, [f"--aux_weight={text}"])[0].aux_weight == 0 for text in axes["aux_weight"]):
         said = "--aux_weight=0 makes internal_aux the variant internal, and all_aux all"
         raise BadInput(f"{said}; name those in --variants")
 

@@ -9,11 +9,15 @@ from conftest import GPT2, VARIANTS, batch, scale_of_difference, slow, tiny, tok
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import watch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from begin import begun_from
 from forms import FORMS, fold, from_file, proved
 from model import ModelConfig, Scale, Taper, Transformer, rope_tables
+from nanonorm import kernels
 from nanonorm.cache import KVCache
+from nanonorm.machine import flops_per_token
 
 EXACT = 1e-12  # float64: rounding alone
 FAMILIES = {
@@ -104,6 +108,18 @@ def test_frequencies_are_rounded_as_one_over_the_power():
     c = ModelConfig(n_embd=128, n_head=1)
     wanted = 1.0 / 10000.0 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
     assert torch.equal(rope_tables(c, "cpu")[1, 1, 0, 64:], wanted.sin())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_counted_as_torch_counts_them(tied):
+    """The products of a training step; of attention's scores, which torch counts whole, the causal half."""
+    model = tiny(tie_embeddings=tied, positions="learned", n_kv_head=2).train()
+    x, y = batch(B=2)
+    with kernels.turned_off(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, y).total.backward()
+    c = model.config
+    half = 6 * c.n_layer * c.block_size * c.n_head * c.head_dim
+    assert counter.get_total_flops() == x.numel() * (flops_per_token(model) + half)
 
 
 # --- dropout

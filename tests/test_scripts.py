@@ -18,7 +18,7 @@ from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.log import Log
 from nanonorm.timing import take_turns, tensor_peak
-from scripts.speed import peers, runtimes, whole_run
+from scripts.speed import peers, runtimes, tables, whole_run
 from scripts.speed.parts import training_step
 
 
@@ -161,6 +161,19 @@ def test_runtimes_times_what_says_the_same(runtime, tmp_path):
     assert len(list(tmp_path.glob("*.onnx"))) == (4 if runtime in ("onnxruntime", "openvino") else 0)
 
 
+def test_what_takes_half_the_time_is_twice_as_fast(tmp_path, capsys, monkeypatch):
+    """In the tables of steps and of runtimes: first / this, and tokens a second. 8 in 4 ms, and 1 in 2 ms."""
+    monkeypatch.setattr(tables, "time_rounds", lambda *_: {"a": np.full(3, 4.0), "b": np.full(3, 2.0)})
+    tables.table("step", {"a": None, "b": None}, 3)
+    assert "| a | 4.0 | 1 |\n| b | 2.0 | 2.000x 2.000-2.000 |" in capsys.readouterr().out
+    times = {"with norms": np.full((2, 2), (8.0, 4.0)), "without": np.full((2, 2), (4.0, 2.0))}
+    monkeypatch.setattr(runtimes, "timed", lambda *_: times)
+    how = ["--runtimes=torch", "--networks=with norms,without", f"--keep={tmp_path}", *NETWORK, "--seq=8"]
+    assert exit_status(runtimes.main, "scripts/speed/runtimes.py", *how) == 0
+    wanted = "| without | 2000 | 2.000x 2.000-2.000 | 500.0 | 2.000x 2.000-2.000 |"
+    assert wanted in capsys.readouterr().out
+
+
 def test_graphs_that_are_kept_are_of_one_shape(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runtimes, "timed", lambda k, *_: {name: np.ones((2, 2)) for name in k.networks})
 
@@ -215,3 +228,14 @@ def test_without_the_install_a_command_shows_what_to_do(command):
     argv = [sys.executable, "-c", hidden, str(ROOT), str(ROOT / command)]
     run = subprocess.run(argv, env=env, cwd=ROOT.parent, capture_output=True, text=True)
     assert run.returncode and "pip install -e ." in run.stderr, run.stderr
+
+
+def test_every_command_has_that_remark_at_its_first_import_of_the_project():
+    rooms, checked = ("bench", "begin", "config", "data", "forms", "model", "nanonorm", "scripts"), 0
+    for path in sorted((ROOT / "scripts").rglob("*.py")):
+        text = path.read_text()
+        first = re.search(rf"^from ({'|'.join(rooms)})\b.*", text, re.MULTILINE)
+        if first and "__main__" in text:
+            assert first[0].endswith("# not found? pip install -e ."), path
+            checked += 1
+    assert checked >= 18

@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from conftest import refuses, tiny
@@ -49,6 +50,27 @@ def test_the_rounds_of_a_process():
     assert {i for prompt in prompts for i in prompt} <= set(range(50))
     assert asked == serving.rounds_of(k, 50)
     assert asked != serving.rounds_of(serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, seed=1), 50)
+
+
+def test_the_seconds_are_of_the_rounds_behind_the_warm_up(tmp_path, monkeypatch):
+    """By batch; another number of tokens than was asked for, and a crash, are one line."""
+    (tmp_path / "nanonorm.json").write_text('{"network": {"vocab_size": 50}}')
+    k, said = serving.Serving(batch=(1, 2), rounds=2, new_tokens=9), []
+    for size, seconds in ((1, (9.0, 1.0, 2.0)), (2, (9.0, 3.0, 4.0))):
+        for tokens, s in zip((8, 9, 9), seconds, strict=True):
+            said.append({"tokens": [[0] * tokens] * size, "seconds": s})
+
+    def found(rounds, rc=0, error="") -> dict:
+        done = Mock(returncode=rc, stdout="a log line\n" + json.dumps({"rounds": rounds}), stderr=error)
+        monkeypatch.setattr(serving.subprocess, "run", Mock(return_value=done))
+        return serving.seconds_of(k, serving.CONTESTANTS["none"], tmp_path)
+
+    assert found(said) == {1: [1.0, 2.0], 2: [3.0, 4.0]}
+    said[-1]["tokens"][1] = [0] * 8
+    with refuses("vllm gave another number of tokens"):
+        found(said)
+    with refuses("does not run in vllm: out of memory"):
+        found([], 1, "a traceback\nout of memory")
 
 
 def test_networks_without_norms_are_made_of_one_that_has_them(saved, tmp_path):

@@ -92,6 +92,9 @@ def test_a_planted_sink_is_found_and_set_apart(capsys, text, tmp_path):  # noqa:
     assert first["sd_log"] == pytest.approx(np.log(r).std(), rel=1e-5)
     assert first["residual_of_r"] == pytest.approx(1 - r.mean() ** 2 / (r**2).mean(), rel=1e-5)
     assert first["residual_ordinary"] < 0.1 < 0.3 < first["residual_all"]
+    every = model.tok_emb.weight.detach()[ids].double().numpy()
+    mean = np.sqrt((every**2).mean(-1) + model.config.norm_eps).mean()
+    assert first["c_mean_scale"] == pytest.approx(1 / mean, rel=1e-5)  # FakeLN's, with the sinks
     assert first["c_all_times_r"] < 0.5 < 0.9 < first["c_ordinary_times_r"] < 1.1
     (figure,) = (tmp_path / "out").glob("*.png")
     assert f"({figure.name})" in (tmp_path / "out/stream.md").read_text()

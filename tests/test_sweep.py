@@ -198,6 +198,7 @@ def test_a_value_with_commas_stands_in_brackets():
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
         (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
+        (["--variants=all_aux", "--aux_weight=(0.0)"], "--aux_weight=0"),
         (["--taper=all", "--gate_end=900", "--gate_end_ratio=0.5,1"], "sweep gate_end instead"),
         (["--taper=all", "--gate_schedule=sequential", "--gate_gaps=(2,2,3)", "--gate_end_ratio=0.5,1"],
          "gate_gaps=(2, 2, 3) says where the gates are down, whatever the ratio; sweep gate_gaps instead"),

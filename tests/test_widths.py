@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from nanonorm.errors import BadInput
@@ -13,7 +14,7 @@ from scripts.studies import widths
 def bench_file(path, mode="prefill", n_embd=64, speedups=(1.0, 1.2), machine="a machine", variants="ab"):
     names = ("variant", "runtime", "batch", "seq", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work")
     both = zip(variants, speedups, strict=True)
-    rows = [(v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.1, 9) for v, x in both]
+    rows = [(v, "eager", 1, 8, 100.0, x, x - 0.1, x + 0.2, 9) for v, x in both]
     settings = {"mode": mode, "dtype": "float32", "iters": 9, "variants": list(variants)}
     report = {"settings": settings, "model": {"n_embd": n_embd, "n_layer": 4}}
     report |= {"machine": machine, "torch": "2", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
@@ -28,7 +29,7 @@ def test_gains_by_width(tmp_path):
     where = "a machine, torch 2; 4 blocks, 1 x 8 tokens, float32, 9 rounds, to a"
     assert where in said
     lines = [line for line in said.splitlines() if line.startswith(("##", "| "))]
-    cells = ["| 8 | 1.080x 0.980-1.180 |", "| 32 | 1.320x 1.220-1.420 |"]
+    cells = ["| 8 | 1.080x 0.980-1.280 |", "| 32 | 1.320x 1.220-1.520 |"]
     assert [line for line in lines if "n_embd" not in line and ":---" not in line] == [
         "## prefill", *cells, "## decode", *cells,
     ]  # fmt: skip
@@ -44,9 +45,19 @@ def test_a_cell_stands_under_its_own_runtime():
     assert cells == ["| 8 | 1.500x 1.400-1.600 | - |", "| 16 | - | 1.500x 1.400-1.600 |"]
 
 
+def test_a_bar_goes_from_quartile_to_quartile():
+    row = {"variant": "b", "mode": "decode", "n_embd": 8, "runtime": "eager"}
+    fig, ax = plt.subplots()
+    widths.draw(ax, [row | {"speedup": 1.5, "speedup_q1": 1.4, "speedup_q3": 1.8}], "b")
+    (bar,) = ax.containers[0].lines[2][0].get_segments()
+    plt.close(fig)
+    assert bar[:, 1] == pytest.approx([1.4, 1.8])
+
+
 def test_reports_that_do_not_compare_are_refused(tmp_path):
     here, there = (bench_file(tmp_path / f"{m}.json", machine=m) for m in "ab")
     other = bench_file(tmp_path / "other.json", machine="a", n_embd=32, variants="ba")
+    alone = bench_file(tmp_path / "alone.json", variants="a", speedups=(1.0,))
     two = json.loads(Path(here).read_text())
     two["rows"][1]["batch"] = 4
     (tmp_path / "shapes.json").write_text(json.dumps(two))
@@ -55,6 +66,7 @@ def test_reports_that_do_not_compare_are_refused(tmp_path):
         ([here, there], "one machine"),
         ([here, here], "two reports have prefill, 64, eager, a"),
         ([here, other], "reference"),
+        ([alone], "have a alone; time another variant beside it"),
         ([str(tmp_path / "shapes.json")], "shape"),
         ([str(tmp_path / "x.json")], "not a report of"),
         ([], "one machine"),

@@ -23,8 +23,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from bench import agree
-from forms import FORMS  # not found? pip install -e .
+from bench import agree  # not found? pip install -e .
+from forms import FORMS
 from model import CoupledBlock, ModelConfig, Transformer
 from nanonorm import kernels
 from nanonorm.cache import KVCache
@@ -209,7 +209,7 @@ def timed(k: Runtimes, runtime: str, folder: Path, expected: dict) -> dict[str, 
     times, differences = {name: [] for name in k.networks}, {}
     for start in range(k.processes):
         for name, (logits, *turns) in take_turns(contestants, k.rounds + 1, k.seed + start).items():
-            for ours, theirs in zip(expected.setdefault(name, logits), logits, strict=True):
+            for ours, theirs in zip(expected[name], logits, strict=True):
                 agree(differences, f"{runtime} = torch", theirs, ours, name)
             times[name] += turns[1:]  # the first warms up
     print(f"\nlargest difference from torch, of the largest logit: {max(differences.values()):.1e}")

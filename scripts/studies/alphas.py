@@ -29,7 +29,7 @@ from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Some, Whole
-from scripts.couple import compare, coupled, measure, whole_rmsnorm
+from scripts.couple import compare, coupled, measure, numbers_of, whole_rmsnorm
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
 KL = ("KL, one", "KL, each", "KL, floor")
@@ -56,8 +56,7 @@ class Knobs:
 def statistic_numbers(own: dict, way: str, keep: int) -> torch.Tensor:
     """(alpha, floor) of every coupled block, (2, L - keep). own: of all blocks, as measure() has it."""
     fit, _, shared = way.partition(", ")
-    without = "ratio" if fit == "ratio" else "layer"
-    numbers = own["floor" if shared == "floor" else without][:, keep:].clone()
+    numbers = numbers_of(own, keep, "ratio" if fit == "ratio" else "floor" if shared == "floor" else "layer")
     if shared == "one":
         numbers[0] = numbers[0].mean()
     return numbers
@@ -143,6 +142,7 @@ def main():
     if (most := max(k.kept + k.kl_kept)) >= base.n_layer:
         raise BadInput(f"{path} has {base.n_layer} blocks: {most} cannot be kept; lower --kept, --kl_kept")
     network = untapered(file, path, base.block_size, base.sink_token).requires_grad_(False)
+    k.window = min(k.window, base.longest_text)
     folder = corpus_folder(k.data)
     meta, train, val = open_corpus(folder, k.window, base.ahead)
     refuse_other_tokens(meta, folder, file["meta"].get("corpus", {}), path)

@@ -112,9 +112,10 @@ def main():
         raise BadInput("name networks, and --data=FOLDER[,FOLDER...]")
     check_out("out", k.out, ".csv")
     texts = [open_text(name) for name in dict.fromkeys(k.data)]
+    networks = checked(list(dict.fromkeys(words)), texts, own=True)
+    k.window = min(k.window, *(network.context for network in networks))
     for text in texts:
         text.remark_on(k.window)
-    networks = checked(list(dict.fromkeys(words)), texts, own=True)
     if len({network.layers for network in networks}) > 1:
         raise BadInput("the networks have different numbers of blocks; compare those of one depth")
     if k.layer >= networks[0].layers:

@@ -19,7 +19,7 @@ from nanonorm.figures import Figures, Panel, curve
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.stats import spread
 from nanonorm.tables import markdown
-from scripts.studies.runs import FinishedRun, about, load, load_all
+from scripts.studies.runs import FinishedRun, load, load_all, versions_of
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before
@@ -110,6 +110,25 @@ def draw_events(figures: Figures, fakeln: list[FinishedRun], vanilla: list[Finis
 # the report
 
 
+def about(base: FinishedRun, runs: list[FinishedRun], how: str) -> str:
+    """What the numbers are of: a pre-trained network, and the runs that begin with it."""
+    head, steps, val = base.head, base.settings["max_iters"], base.series("val/loss")
+    shape = ", ".join(f"{name} {base.settings[name]}" for name in SHAPE)
+    near = min(val, key=lambda step: abs(step - 0.8 * steps))
+    fell = 100 * (1 - val[steps] / val[near])
+    said = f"val/loss {val[steps]:.4f}, {fell:.2f}% below that of step {near:,}"
+    names = ("commit", "processor", "torch", "dtype")
+    text = [
+        f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
+        f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
+        f"- Runs from it: {how}",
+        "- Differences are by pairs of the same seed, with 95% intervals by Student's t over seeds, not "
+        "texts; ± elsewhere is a standard deviation over seeds",
+        f"- Of the network: {versions_of([base], names)}; of the runs: {versions_of(runs, names)}",
+    ]
+    return "\n".join(text)
+
+
 def main(k: Knobs, words: list[str], command: str) -> str:
     if len(words) != 1:
         raise BadInput("name the folder of the runs: python scripts/report.py gpt2 out/gpt2_small")
@@ -122,7 +141,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     every = [run for found in runs.values() for run in found]
     how = [f"{name}, seeds {', '.join(str(run.seed) for run in found)}" for name, found in runs.items()]
     how.append(f"{every[0].settings['max_iters']:,} steps")
-    text = ["# GPT-2 without LayerNorm, small", command, about(base, every, SHAPE, "; ".join(how))]
+    text = ["# GPT-2 without LayerNorm, small", command, about(base, every, "; ".join(how))]
     with_base = runs | {"baseline": runs["vanilla"]}
     text += ["## Over the steps", figures.panels("curves", PANELS, with_base, PROTOCOLS, height=5.0)]
     if "fakeln" in runs:

@@ -376,22 +376,3 @@ def resumed(runs: list[FinishedRun]) -> list[str]:
             if other := [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]:
                 said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
     return said
-
-
-def about(base: FinishedRun, runs: list[FinishedRun], knobs: tuple[str, ...], how: str) -> str:
-    """What a report's numbers are of: a pre-trained network, and the runs that begin with it."""
-    head, steps, val = base.head, base.settings["max_iters"], base.series("val/loss")
-    shape = ", ".join(f"{name} {base.settings[name]}" for name in knobs)
-    near = min(val, key=lambda step: abs(step - 0.8 * steps))
-    fell = 100 * (1 - val[steps] / val[near])
-    said = f"val/loss {val[steps]:.4f}, {fell:.2f}% below that of step {near:,}"
-    names = ("commit", "processor", "torch", "dtype")
-    text = [
-        f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
-        f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
-        f"- Runs from it: {how}",
-        "- Differences are by pairs of the same seed, with 95% intervals by Student's t over seeds, not "
-        "texts; ± elsewhere is a standard deviation over seeds",
-        f"- Of the network: {versions_of([base], names)}; of the runs: {versions_of(runs, names)}",
-    ]
-    return "\n".join(text)

@@ -49,6 +49,8 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
     points = [tuple(row[name] for name in COLUMNS[:4]) for row in rows]
     if twice := [point for point in points if points.count(point) > 1]:
         raise BadInput(f"two reports have {', '.join(map(str, twice[0]))}; name one of them")
+    if len({row["variant"] for row in rows}) < 2:
+        raise BadInput(f"the reports have {rows[0]['variant']} alone; time another variant beside it")
     return sorted(rows, key=lambda row: (row["mode"] != "prefill", row["n_embd"])), places.pop()
 
 
@@ -82,7 +84,7 @@ def draw(ax, rows: list[dict], variant: str):
 
 def main(k: Knobs, words: list[str], command: str) -> str:
     rows, where = rows_of(words)
-    baseline, variant = list(dict.fromkeys(row["variant"] for row in rows))[:2]
+    baseline, variant, *_ = dict.fromkeys(row["variant"] for row in rows)
     modes, figures = list(dict.fromkeys(row["mode"] for row in rows)), Figures(k.out)
     fig, axes = figures.axes(1, len(modes), 2.8, sharey=True)
     text = [f"# Speedup over {baseline} by width", command, f"{where}. Medians over rounds, and quartiles."]
