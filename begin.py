@@ -6,7 +6,7 @@ norms and a taper. Where a taper is over, or an export has taken norms away, the
 that it has: what is gone stays gone, and nothing is calibrated or gated.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -121,13 +121,14 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
     return teacher
 
 
-def odd_sink(sink_token: int | None, tokenizer: Path) -> list[str]:
+def odd_sink(sink_token: int | None, path: Path) -> list[str]:
     """What to say of a sink that is not the begin token of the corpus's tokenizer, where that names one."""
-    own = None if sink_token is None else load_tokenizer(tokenizer)
-    begin = own.special_id("bos_token") if isinstance(own, TokenizerJson) else None
-    if begin in (None, sink_token):
-        return []
-    return [f"sink_token={sink_token} is not the begin token of {tokenizer}, which is {begin}"]
+    begin, own = None, None if sink_token is None else load_tokenizer(path)
+    if isinstance(own, TokenizerJson):
+        with suppress(BadInput):  # its vocabulary lacks that one
+            begin = own.special_id("bos_token")
+    odd = begin not in (None, sink_token)
+    return [f"sink_token={sink_token} is not the begin token of {path}, which is {begin}"] if odd else []
 
 
 # of trackers, and what begins with a taper

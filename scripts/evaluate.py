@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from bench import hardware  # not found? pip install -e .
-from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens  # not found? pip install -e .
+from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens
 from model import Transformer
 from nanonorm.cli import check_out, finish, parse
 from nanonorm.errors import BadInput, one_line_errors

@@ -1,6 +1,7 @@
 """scripts/plan.py counts what a network that is really built holds."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -172,6 +173,10 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
     takes = f"takes {alone['bytes'] / 1e9:.1f} GB of one card, and {spread['bytes'] / 1e9:.1f} of each of two"
     assert takes in said
     assert f"holds {alone['parts']['logits'] / 1e9:.1f} GB of them" in said
+    (command,) = re.findall(r"train\.py (--dataset=fineweb_edu .*?) ```", said)
+    flags = [word for word in command.split() if word not in ("\\", "--dataset=fineweb_edu")]
+    asked = ("--ranks=8", "--vocab_size=50257", "--dataset=no/corpus")
+    assert f"counts {planned(capsys, monkeypatch, *flags, *asked)['bytes'] / 1e9:.1f} GB of each" in said
 
 
 def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):

@@ -89,6 +89,8 @@ def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):
     assert not special & {*train.tolist(), *val.tolist()}
     path, begin = tmp_path / "mixed" / meta["tokenizer"], tokenizer.special_id("bos_token")
     assert odd_sink(begin, path) == odd_sink(None, path) == []
+    lacks = put(tmp_path / "lacks", gpt2(bos_token="<s>")) / "tokenizer.json"
+    assert odd_sink(begin, lacks) == []
     assert odd_sink(begin + 1, path)[0].endswith(f"is not the begin token of {path}, which is {begin}")
 
 

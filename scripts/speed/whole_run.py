@@ -3,7 +3,7 @@
     python scripts/speed/whole_run.py baseline config/baseline_30m.py --dataset=stdlib --max_iters=100
 
 The first word names the line; the others are train.py's. The run is made in this process and in a folder that
-is removed, without evaluations or checkpoints before its last step; what it prints goes to stderr.
+is removed, with evaluations and checkpoints at its ends alone; what it prints goes to stderr.
 """
 
 import contextlib

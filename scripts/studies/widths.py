@@ -10,6 +10,7 @@ matplotlib.
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import FLOOR
 from nanonorm.errors import BadInput
 from nanonorm.figures import Figures
 from nanonorm.plots import COLOURS
@@ -49,7 +50,7 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
     points = [tuple(row[name] for name in COLUMNS[:4]) for row in rows]
     if twice := [point for point in points if points.count(point) > 1]:
         raise BadInput(f"two reports have {', '.join(map(str, twice[0]))}; name one of them")
-    if len({row["variant"] for row in rows}) < 2:
+    if not {row["variant"] for row in rows} - {rows[0]["variant"], FLOOR}:
         raise BadInput(f"the reports have {rows[0]['variant']} alone; time another variant beside it")
     return sorted(rows, key=lambda row: (row["mode"] != "prefill", row["n_embd"])), places.pop()
 
