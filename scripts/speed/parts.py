@@ -4,6 +4,7 @@
     python scripts/speed/parts.py --what=step --dtype=bfloat16 --n_embd=256 --n_layer=8 --n_head=16 \\
         --vocab_size=10000 --block_size=512
     python scripts/speed/parts.py --what=protocols --n_embd=128 --batch_size=16 --block_size=128   # GPT-2's
+    python scripts/speed/parts.py --what=adapters --n_embd=1024 --n_layer=1 --n_head=16 --adapter_rank=256
 
 Each round runs every alternative once; a ratio is the median over rounds of (first / alternative), with its
 quartiles: above 1 the alternative is faster.
@@ -19,8 +20,9 @@ import torch
 from config import Config  # not found? pip install -e .
 from data.sampling import train_batch
 from model import NORMS, Transformer
+from nanonorm.adapters import adapted, put_on
 from nanonorm.cli import parse_flags
-from nanonorm.errors import one_line_errors
+from nanonorm.errors import needed, one_line_errors
 from nanonorm.machine import keep_freed_memory
 from nanonorm.ranks import Ranks
 from nanonorm.typed import Count, Some
@@ -32,13 +34,14 @@ from train import Step
 class Parts(Shape):
     """What is timed. The shape of the step is the demo's."""
 
-    what: Some[Literal["step", "protocols"]] = ("step",)  # tables to print
+    what: Some[Literal["step", "protocols", "adapters"]] = ("step",)  # tables to print
     n_embd: Some[Count] = (64,)  # widths
     n_layer: Count = 4  # blocks
     n_head: Count = 4  # attention heads
     vocab_size: Count = 2048  # token ids
     block_size: Count = 256  # tokens of a window
     dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast in the step
+    adapter_rank: Count = 64  # of LoRA and DoRA
     compiled: bool = False  # the step through torch.compile (half a minute a variant first)
     iters: Count = 9  # timed rounds, after one to warm up
 
@@ -68,8 +71,9 @@ def training_step(model, tokens, batch_size: int, dtype, compiled=False, lr=0.0,
     return run
 
 
-def make_step(k: Parts, width: int, phase="norm", run=None, **knobs):
-    """A whole optimizer step of the model with that width, in that phase. run: knobs of the run."""
+def make_step(k: Parts, width: int, phase="norm", run=None, change=None, **knobs):
+    """A whole optimizer step of the model with that width, in that phase. run: knobs of the run; change: what
+    is called with the model first."""
     torch.manual_seed(0)
     tokens = torch.randint(k.vocab_size, (1_000_000,)).to(torch.int16)
     model = Transformer(k.config(width, **knobs)).train()
@@ -77,6 +81,8 @@ def make_step(k: Parts, width: int, phase="norm", run=None, **knobs):
         window = tokens[None, : k.block_size].long()
         model(window, window)
         model.update_statistics()  # to calibrate on
+    if change is not None:
+        change(model)
     model.end_token = 0
     dtype = getattr(torch, k.dtype)
     return training_step(model, tokens, k.batch_size, dtype, k.compiled, phase=phase, **run or {})
@@ -116,6 +122,29 @@ def protocol_steps(k: Parts, width: int) -> dict:
     }
 
 
+def by_peft(model: Transformer):
+    """Give a DoRA peft's own forward pass."""
+    variants = needed("peft.tuners.lora.variants", "peft")
+    for layer in adapted(model).values():
+        layer.lora_variant["default"] = variants.DoraLinearVariant
+
+
+def adapter_steps(k: Parts, width: int) -> dict:
+    """{name: a whole optimizer step} of adapters on frozen weights, without a teacher, on every matrix of the
+    blocks."""
+
+    def step(kind: str, then=None):
+        def change(model):
+            put_on(model, kind, k.adapter_rank, 2.0 * k.adapter_rank)
+            if then is not None:
+                then(model)
+
+        return make_step(k, width, change=change)
+
+    steps = {"LoRA": step("lora"), "LoRA again": step("lora"), "DoRA": step("dora")}
+    return steps | {"DoRA by peft": step("dora", by_peft)}
+
+
 def main():
     k, _ = parse_flags(Parts, __doc__)
     keep_freed_memory()
@@ -127,6 +156,7 @@ def main():
     tables = {
         "step": ("training step", variant_steps),
         "protocols": ("fine-tuning step of GPT-2", protocol_steps),
+        "adapters": (f"step of adapters of rank {k.adapter_rank}", adapter_steps),
     }
     for d in k.n_embd:
         for what in k.what:
