@@ -270,6 +270,9 @@ def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     network, idx = untapered(file, path, block_size=32), tokens(4, 32, vocab=400)
     _, own = measure(network, [idx])
     fitted = alphas.statistic_numbers(own, "least squares, each", keep=1)
+    for way, each in (("ratio, one", "ratio"), ("least squares, one", "layer")):
+        alpha, floor = alphas.statistic_numbers(own, way, keep=1)
+        assert torch.equal(alpha, own[each][0, 1:].mean().expand_as(alpha)) and not floor.any()
     start = fitted * torch.tensor([1.5, 0.5])  # wrong either way; further down the first has a plateau
     how = alphas.Knobs(steps=20, rate=0.1)
     found = alphas.kl_numbers(file, path, network, start, "each", [idx] * 20, how)
