@@ -14,7 +14,7 @@ import torch
 
 from data import is_text_of, refuse_other_tokens
 from data.sampling import few_windows
-from data.tokenizer import TokenizerJson, load_tokenizer
+from data.tokenizer import load_tokenizer
 from forms import begun_as, config_of, from_file, skeleton, unfuse
 from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
@@ -121,14 +121,16 @@ def make_teacher(start: Beginning, hollow: bool) -> Transformer | None:
     return teacher
 
 
-def odd_sink(sink_token: int | None, path: Path) -> list[str]:
+def odd_sink(sink_token: int | None, tokenizer: Path) -> list[str]:
     """What to say of a sink that is not the begin token of the corpus's tokenizer, where that names one."""
-    begin, own = None, None if sink_token is None else load_tokenizer(path)
-    if isinstance(own, TokenizerJson):
-        with suppress(BadInput):  # its vocabulary lacks that one
-            begin = own.special_id("bos_token")
-    odd = begin not in (None, sink_token)
-    return [f"sink_token={sink_token} is not the begin token of {path}, which is {begin}"] if odd else []
+    if sink_token is None:
+        return []
+    begin = None
+    with suppress(BadInput):  # its vocabulary may lack the one that it names
+        begin = load_tokenizer(tokenizer).special_id("bos_token")
+    if begin in (None, sink_token):
+        return []
+    return [f"sink_token={sink_token} is not the begin token of {tokenizer}, which is {begin}"]
 
 
 # of trackers, and what begins with a taper

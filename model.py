@@ -832,7 +832,6 @@ class Transformer(Tracked, Sunk, nn.Module):
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self.rope = rope_tables(self.config, self.tok_emb.weight.device)  # float32, whatever the weights are
-        self.bind_gates()
         return self
 
     def bind_gates(self):

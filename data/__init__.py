@@ -203,7 +203,7 @@ LARGE = {
     "fineweb_edu": "streams 10 billion tokens of text and takes 20 GB, or twice that above 65,536 ids",
     "nemotron": "needs the tokenizer of the checkpoint that is to be distilled",
 }
-ANEW = "prepare it again, or name another (a set of data/held_out.py is to evaluate on alone)"
+PREPARE_AGAIN = "prepare it again, or name another (a set of data/held_out.py is to evaluate on alone)"
 
 
 def corpora() -> list[str]:
@@ -239,7 +239,7 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
         asked = f"prepare it with {command}, which {LARGE[folder.name]}"
         raise BadInput(f"{folder} is not prepared; {asked}, or from files: add --text=... --val_text=...")
     if (folder / "meta.json").exists():
-        raise BadInput(f"{folder} has a meta.json but no train.bin; {ANEW}")
+        raise BadInput(f"{folder} has a meta.json but no train.bin; {PREPARE_AGAIN}")
     if not ours:
         ways = f"prepare one of {', '.join(corpora())}, or name a prepared folder"
         own = "if a config names it, its first lines say how it is made"
@@ -375,7 +375,7 @@ def open_corpus(folder: Path, block_size: int, ahead: int = 0) -> tuple[dict, np
         train = open_split(folder / "train.bin", manifest.train_tokens, *kind)
         val = open_split(folder / "val.bin", manifest.val_tokens, *kind)
     except ValidationError as e:
-        raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); {ANEW}") from None
+        raise BadInput(f"{meta_file} does not describe a corpus ({why(e)}); {PREPARE_AGAIN}") from None
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read the corpus in {folder} ({e}); prepare it again") from None
     if manifest.block_size and ahead:

@@ -73,6 +73,10 @@ class Tokenizer:
         """Whether `ids` decode to `text`, but for what the tokenizer normalizes on purpose."""
         return self.decode(ids) == text
 
+    def special_id(self, role: str) -> int | None:
+        """The id of the token that its settings name as `role`, such as bos_token; None: they name none."""
+        return None
+
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether each id is the same token in both: files of one tokenizer differ with what wrote them."""
         return self.sha256 == other.sha256

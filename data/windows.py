@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import Manifest, corpus_folder, described, dtype_of, open_corpus, token_files, write_tokenizer
-from data.tokenizer import TokenizerJson, load_tokenizer
+from data.tokenizer import load_tokenizer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import hold_folder, write_json
@@ -73,7 +73,7 @@ def main():
         if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
             raise BadInput(f"{folder} is in other tokens than {folders[0]}; prepare it with that tokenizer")
     tokenizer = load_tokenizer(folders[0] / metas[0]["tokenizer"])
-    begin = tokenizer.special_id("bos_token") if isinstance(tokenizer, TokenizerJson) else None
+    begin = tokenizer.special_id("bos_token")
     begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)
 
     def pieces(text, limit: int) -> np.ndarray:

@@ -21,7 +21,8 @@ class KVCache:
     def __init__(self, model, batch: int, length: int):
         c, w = model.config, model.tok_emb.weight
         if length > c.longest_text:
-            raise ModelError(f"a cache of {length} tokens is more than this model's {c.longest_text}")
+            longest = f"longer than this model's texts, {c.longest_text} at most"
+            raise ModelError(f"a cache of {length} tokens is {longest}; make it shorter")
         shape, device = (batch, c.n_kv_head, c.ahead + length, c.head_dim), w.device
         dtype = torch.get_autocast_dtype(device.type) if autocasts(w) else w.dtype
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]

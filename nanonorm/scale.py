@@ -21,7 +21,7 @@ def ordinary(inverse, multiple: float | None):
 
 
 def as_wide(t, moved):
-    """A buffer `t` that was cast or moved with the weights: in float32 or better it stays so."""
+    """A buffer after the network was cast or moved, `t` before it: one in float32 or better stays as wide."""
     return t.to(moved.device) if moved.dtype.itemsize < 4 <= t.dtype.itemsize else moved
 
 
@@ -120,6 +120,7 @@ class Tracked:
         gate = self.gate
         super()._apply(fn, recurse)
         self.gate = as_wide(gate, self.gate)
+        self.bind_gates()
         return self
 
     def __setstate__(self, state):

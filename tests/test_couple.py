@@ -253,7 +253,7 @@ def test_divergences_are_those_of_one_pair_after_another():
 def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     """From what least squares gives: nearer to the original on the text that they are fitted on."""
     out = tmp_path / "out"
-    how = ("--tokens=512", "--compared=64", "--window=32", "--steps=3", "--kept=0,1", "--kl_kept=1")
+    how = ("--tokens=512", "--compared=64", "--steps=3", "--kept=0,1", "--kl_kept=1")
     deep = refused(capsys, base, f"--data={corpus}", f"--out={out}", program="scripts/studies/alphas.py")
     assert "has 3 blocks: 4 cannot be kept; lower --kept, --kl_kept" in deep
     torch.save(tiny("coupled", vocab_size=400).to_file({}), tmp_path / "coupled.pt")

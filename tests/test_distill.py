@@ -35,6 +35,7 @@ from nanonorm.ranks import Ranks, deal
 from nanonorm.run import given_weights
 from nanonorm.timing import tensor_peak
 from scripts.couple import coupled
+from scripts.speed.parts import take_pefts_forward
 from train import Step
 
 FAMILIES = {
@@ -251,11 +252,8 @@ def norms_of(network) -> dict[str, torch.Tensor]:
 
 def by_peft(network):
     """The network with peft's own forward pass of a DoRA."""
-    from peft.tuners.lora.variants import DoraLinearVariant
-
     network = copy.deepcopy(network)
-    for layer in adapters.adapted(network).values():
-        layer.lora_variant["default"] = DoraLinearVariant
+    take_pefts_forward(network)
     return network
 
 

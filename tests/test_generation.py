@@ -184,7 +184,7 @@ def test_autocast_leaves_float64_and_its_cache_alone():
 
 
 def test_a_cache_has_room_for_no_more_than_a_text_may_have():
-    with refuses("a cache of 17 tokens is more than this model's 16"):
+    with refuses("a cache of 17 tokens is longer than this model's texts, 16 at most; make it shorter"):
         KVCache(tiny(), 2, 17)
 
 

@@ -145,7 +145,7 @@ def add_tokenizer(writer, tokenizer, vocab_size: int) -> list[str]:
     writer.add_add_space_prefix(tokens[tokenizer.encode("a")[0]].startswith(SPACE_MARK))
     writer.add_add_bos_token(tokenizer.bos_id is not None)
     writer.add_bos_token_id(tokenizer.eot_id if tokenizer.bos_id is None else tokenizer.bos_id)
-    own = None if isinstance(tokenizer, SentencePiece) else tokenizer.special_id("eos_token")
+    own = tokenizer.special_id("eos_token")
     ends = dict.fromkeys([tokenizer.eot_id if own is None else own, tokenizer.eot_id])  # in this order
     ends |= dict.fromkeys(sorted(tokenizer.end_ids))
     rooms = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)

@@ -122,27 +122,25 @@ def protocol_steps(k: Parts, width: int) -> dict:
     }
 
 
-def by_peft(model: Transformer):
-    """Give a DoRA peft's own forward pass."""
+def take_pefts_forward(model: Transformer):
+    """Have a network's DoRA computed as peft computes it."""
     variants = needed("peft.tuners.lora.variants", "peft")
     for layer in adapted(model).values():
         layer.lora_variant["default"] = variants.DoraLinearVariant
 
 
 def adapter_steps(k: Parts, width: int) -> dict:
-    """{name: a whole optimizer step} of adapters on frozen weights, without a teacher, on every matrix of the
-    blocks."""
+    """{name: a whole optimizer step} of adapters on every matrix of the blocks, whose weights are frozen,
+    without a teacher."""
+    rank = k.adapter_rank
+    lora, dora = (partial(put_on, kind=kind, rank=rank, alpha=2.0 * rank) for kind in ("lora", "dora"))
 
-    def step(kind: str, then=None):
-        def change(model):
-            put_on(model, kind, k.adapter_rank, 2.0 * k.adapter_rank)
-            if then is not None:
-                then(model)
+    def dora_by_peft(model):
+        dora(model)
+        take_pefts_forward(model)
 
-        return make_step(k, width, change=change)
-
-    steps = {"LoRA": step("lora"), "LoRA again": step("lora"), "DoRA": step("dora")}
-    return steps | {"DoRA by peft": step("dora", by_peft)}
+    changes = {"LoRA": lora, "LoRA again": lora, "DoRA": dora, "DoRA by peft": dora_by_peft}
+    return {name: make_step(k, width, change=change) for name, change in changes.items()}
 
 
 def main():
