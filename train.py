@@ -253,7 +253,8 @@ def val_line(step: Step, tokens, corpus: dict, device: torch.device) -> dict[str
 
 def export_all(model: Transformer, module, folder: RunFolder, val_tokens, meta: dict):
     """Write a run's exports, each proved against the trained model on real text. Raises: ModelError."""
-    module.cpu()  # where float32 is float32: a GPU's TF32 would hide a fold's error, or add one
+    module.cpu()
+    torch.set_float32_matmul_precision("highest")  # TF32 would hide a fold's error, or add one
     sample, _ = few_windows(val_tokens, model.config)
     if module is not model:
         model, meta["merge_error"] = module.plain()
@@ -306,7 +307,6 @@ def main(held: ExitStack):
     folder = RunFolder(start, ranks)
     folder.claim(held)
     origin = provenance(model, corpus, device, dtype, ranks.size)
-    code = origin["versions"]
 
     def checkpoint():
         step.gather_totals()
@@ -316,10 +316,10 @@ def main(held: ExitStack):
     if progress.iter == 0:
         checkpoint()  # first of all files: from here on a killed run can be resumed
     size = sum(p.numel() for p in step.learns.values())
-    header = {"versions": code, "corpus": corpus, "parameters": size}
+    header = {"versions": origin["versions"], "corpus": corpus, "parameters": size}
     folder.open_log(header, load_tokenizer(data_folder / corpus["tokenizer"]).files)
     text = f"{corpus['train_tokens']:,} training tokens from {corpus['source']}"
-    kind = f"{code['dtype']} on {code['processor']}"
+    kind = "{dtype} on {processor}".format(**origin["versions"])
     folder.announce(f"{size / 1e6:.2f} M parameters; {text}; {kind}; writing {folder.path}")
     for note in notes:
         folder.announce(note)

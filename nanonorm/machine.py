@@ -109,6 +109,10 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     except (RuntimeError, AssertionError, UnicodeError) as e:
         if out_of_memory(e):
             raise  # it is there, and full
+        if gpu and asked == "cuda" and local_rank >= torch.cuda.device_count():
+            seen = f"process {local_rank} of this machine sees {torch.cuda.device_count()} GPUs"
+            remedy = "start one process a GPU, or use --device=cuda:0 or --device=cpu"
+            raise BadInput(f"{seen}; {remedy}") from None
         works = "cuda" if gpu else "cpu"
         raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None
     if device.type == "cuda":
@@ -123,7 +127,7 @@ def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
     Raises: BadInput if the device has no such arithmetic.
     """
     if device.type == "cuda":
-        bf16 = torch.cuda.is_bf16_supported()
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
         bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     else:

@@ -105,6 +105,24 @@ def test_a_full_gpu_is_not_an_absent_one(error, monkeypatch):
         pick_device("auto")
 
 
+def test_a_process_without_a_gpu_of_its_own(monkeypatch):
+    """More of them than GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("CUDA error: invalid device ordinal")))
+    for name in ("auto", "cuda"):
+        with refuses("process 1 of this machine sees 1 GPUs; start one process a GPU"):
+            pick_device(name, local_rank=1)
+
+
+def test_a_gpu_that_emulates_bfloat16_has_none(monkeypatch):
+    """As those before Ampere; torch by default calls it supported there."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert pick_dtype("auto", torch.device("cuda"), 1024) == torch.float32
+    with refuses("cuda has no bfloat16 arithmetic"):
+        pick_dtype("bfloat16", torch.device("cuda"), 1024)
+
+
 def test_mps_computes_in_float32():
     mps = torch.device("mps")
     picked = {pick_dtype(name, mps, 1024) for name in ("auto", "float32")}

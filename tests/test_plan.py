@@ -48,6 +48,16 @@ def test_the_weights_and_averages_of_a_network_that_is_there(ranks, capsys, monk
     assert found["AdamW's averages"] == sum(map(rows, averages))
 
 
+def test_ranks_that_add_micro_batches_up_hold_gradients_twice(capsys, monkeypatch):
+    def gradients(*argv):
+        argv = (*SMALL, "--gradient_accumulation_steps=4", *argv)
+        return planned(capsys, monkeypatch, *argv)["parts"]["gradients"]
+
+    once = gradients("--ranks=1", "--shard=False")
+    assert gradients("--ranks=4", "--shard=False") == once
+    assert gradients("--ranks=2", "--shard=False") == 2 * once
+
+
 def test_a_beginning_is_what_the_run_would_begin_from(tmp_path, capsys, monkeypatch):
     """--init_from=auto without a run yet: what the config file names; resume names no run."""
     network = Transformer(plan.parse(plan.Plan, list(SMALL))[0].resolve().model_config())

@@ -296,13 +296,15 @@ def test_damage_to_a_part_is_found(plain, tmp_path, capsys):
 
 
 def test_gradients_of_ranks_lie_in_the_buckets_that_are_sent():
-    """So DDP holds them once."""
+    """So DDP holds them once; but what micro-batches before the last add up to, twice (scripts/plan.py)."""
     Ranks().start(sharded.DEVICE, "gloo", alone=True)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
-    wrapped = data_parallel(model)
-    wrapped(torch.ones(2, 3)).sum().backward()
-    places = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-    assert len(places) == 1
+    wrapped, found = data_parallel(model), []
+    for sent in (False, True):
+        wrapped.require_backward_grad_sync = sent
+        wrapped(torch.ones(2, 3)).sum().backward()
+        found.append({p.grad.untyped_storage().data_ptr() for p in model.parameters()})
+    assert [len(places) for places in found] == [4, 1] and not found[0] & found[1]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
