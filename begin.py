@@ -69,6 +69,13 @@ def with_rope(model: Transformer) -> Transformer:
     return model
 
 
+def refuse_few_ids(cfg, needed: int, data_folder: Path):
+    """Raises: BadInput for a network that has fewer token ids than its corpus needs."""
+    if (cfg.vocab_size or needed) < needed:
+        below = f"vocab_size={cfg.vocab_size} is below the {needed} of {data_folder}"
+        raise BadInput(f"{below}; leave it out or raise it" if cfg.init_from == "scratch" else below)
+
+
 def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) -> Transformer:
     """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
     what the run needs."""
@@ -77,9 +84,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
     for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
         lacks = f"{knob}={getattr(cfg, knob)} needs end_token_id, which {data_folder / 'meta.json'} lacks"
         raise BadInput(f"{lacks}; prepare the corpus again, or leave {knob} out")
-    if (cfg.vocab_size or corpus["vocab_size"]) < corpus["vocab_size"]:
-        below = f"vocab_size={cfg.vocab_size} is below the {corpus['vocab_size']} of {data_folder}"
-        raise BadInput(f"{below}; leave it out or raise it" if start.given is None else below)
+    refuse_few_ids(cfg, corpus["vocab_size"], data_folder)
     config = cfg.model_config(corpus["vocab_size"])
     torch.manual_seed(cfg.seed)
     if start.file is None:
@@ -193,7 +198,7 @@ def provenance(model: Transformer, corpus: dict, device, dtype, ranks: int) -> d
 
 
 def other_norm(model: Transformer, start: Beginning) -> str | None:
-    """The knob that gives a network, of no student, another norm than the weights that it is begun from, or
+    """The knob that gives a network without a teacher another norm than the weights it begins from, or
     puts CoupledNorm into other blocks; None if none does."""
     if start.given is None or start.settings.teacher is not None:
         return None

@@ -157,6 +157,9 @@ def reformed(part: nn.Module, form: str) -> nn.Module:
         p = p.to(old[f"{owner}.weight"].dtype) if was is None else room.pop(name).copy_(p)
         same = was is not None and not p.is_meta and torch.equal(p, was)
         setattr(new.get_submodule(owner), leaf, nn.Parameter(was.detach() if same else p))
+    for name, buffer in [(n, part.get_buffer(n)) for n, _ in new.named_buffers()]:
+        owner, _, leaf = name.rpartition(".")
+        setattr(new.get_submodule(owner), leaf, buffer)
     return new.eval()
 
 
@@ -213,8 +216,8 @@ def changed_by_fold(variant: Variant) -> bool:
 
 
 def export_files(config: ModelConfig) -> dict[str, str]:
-    """{file name: form} that a finished run writes: two where folding changes the network, else one. What a
-    run began with as a folded or weightless network stays one."""
+    """{file name: form} that a finished run writes: two where folding changes the network, else one. A run
+    begun from a folded or weightless network keeps that form."""
     if config.form == "folded":
         return {"folded.pt": "folded"}
     if config.form == "weightless":
@@ -306,14 +309,11 @@ def from_file(file: dict, path="file") -> Transformer:
     """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
     config, (phase, gates) = config_of(file, path), phase_and_gates(file, path)
     model = skeleton(config, path, trains="run" in file)
+    check_state(file["state"], model.state_dict(), path)
     if len(gates) not in (1, len(model.gate)):
         raise ModelError(f"{path} does not fit its config: {len(gates)} gates in place of {len(model.gate)}")
-    check_state(file["state"], model.state_dict(), path)
     model.load_state_dict(file["state"], assign=True)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:  # not of the file: the gate, and the sums of a step
-                setattr(module, name, buffer.new_zeros(buffer.shape, device="cpu"))
+    model.fill_buffers()
     model.rope = rope_tables(config, "cpu")
     model.meta = file["meta"]
     model.bind_gates()

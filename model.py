@@ -96,7 +96,7 @@ class ModelKnobs:
     # what the anchor measures: (s - target)^2, or (s/target - 1)^2
     anchor_unit: Annotated[Literal["absolute", "relative"], ANCHOR, FREE, V2] = "absolute"
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
-    site_far: Annotated[NonNegative, *HOLDS] = 0.0  # in the site loss: of tokens far off the mean
+    site_far: Annotated[NonNegative, *HOLDS] = 0.0  # weight in it of tokens far from the mean
     site_rate: Annotated[Rate | None, *HOLDS] = None  # of its mean; 1: the last step's, None: ema_rate
     site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # the site loss's last phase
     norm_bias: Annotated[bool, SHIFT] = True  # layernorm and cbwc have a shift
@@ -107,8 +107,8 @@ class ModelKnobs:
     sink_multiple: Annotated[Annotated[float, Range(1.0, 1e6)] | None, *COUNTS] = None
     coupled_grad: Annotated[bool, COUPLED, FREE] = False  # the reused statistic has a gradient in the MLP
     coupled_from_layer: Annotated[Whole, COUPLED, FREE] = 0  # blocks below this one keep plain RMSNorm
-    coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a summand
-    sink_token: Annotated[Whole | None, FREE, Since(4)] = None  # id; in front of every text, with its norms
+    coupled_floor: Annotated[bool, COUPLED, FREE, Since(4)] = False  # the reused mean square gets a floor
+    sink_token: Annotated[Whole | None, FREE, Since(4)] = None  # id, before every text; it keeps its norms
 
     @property
     def ahead(self) -> int:
@@ -251,7 +251,9 @@ class Norm(nn.Module):
         return power * inverse, power, inverse
 
     def bare(self) -> "Norm":
-        """The same statistic, without gain and shift."""
+        """The same statistic, without gain and shift. Raises: ModelError if it has tensors of its own."""
+        if own := {*self._parameters, *self._buffers} - {"weight", "bias"}:
+            raise ModelError(f"a Norm has no tensors but gain and shift, and this one {', '.join(own)}")
         return type(self)(*self.shape, self.eps, gain=False, shift=False)
 
     def factor(self, gains: bool):
@@ -851,6 +853,8 @@ class Transformer(Tracked, Sunk, nn.Module):
         x = self.stream(idx, cache, pad)
         if targets is None:
             return self.logits(self.norm_final(x[:, -1:] if last_only else x))
+        if targets.shape != idx.shape:
+            raise ModelError(f"targets {tuple(targets.shape)} do not have idx's shape {tuple(idx.shape)}")
         if self.mask_end and self.training:
             targets = targets.masked_fill(targets == self.end_token, NOT_COUNTED)
         return self.losses(x, self.cross_entropy(self.norm_final(x), targets), idx)
@@ -895,7 +899,7 @@ class Transformer(Tracked, Sunk, nn.Module):
         return x
 
     def losses(self, x, ce, idx) -> Losses:
-        """Of a batch, with the scale loss. x: the final norm's input (B, T, D); ce: what its output costs;
+        """Of a batch, anchor included. x: the final norm's input (B, T, D); ce: what its output costs;
         idx: (B, T), the tokens that x comes from."""
         scale_loss = None if self.anchor is None else self.anchor(x, idx, self.end_token)
         if scale_loss is None:
@@ -934,16 +938,12 @@ class Transformer(Tracked, Sunk, nn.Module):
         """What the entries of `gate` are of: of each block attn [, its values], q, k, mlp; then final."""
         return gate_sites(self.config)
 
-    def set_phase(self, phase: str):
-        """phase: "norm", "blend" or "scale". Only parameters that the phase uses take a gradient."""
-        self.phase = phase
-        for t in self.trackers().values():
-            t.set_phase(phase)
-
     # --- text, a file
 
     generate, Cache = generate, KVCache
 
     def to_file(self, meta: dict) -> dict:
-        """What a model file holds; torch.save it."""
-        return {"config": asdict(self.config), "state": self.state_dict(), "meta": {**meta, "format": FORMAT}}
+        """What a model file holds, to be read by forms.load_model; torch.save it."""
+        taper = {"phase": self.phase, "gate": self.gate.tolist()} if self.config.form == "trained" else {}
+        meta = {**taper, **meta, "format": FORMAT}
+        return {"config": asdict(self.config), "state": self.state_dict(), "meta": meta}

@@ -39,7 +39,7 @@ class Sample:
     temperature: NonNegative = 0.8  # 0: always the likeliest token
     top_k: Count | None = 200  # keep the k likeliest tokens; None: all
     top_p: Annotated[float, Range(1e-9, 1.0)] = 1.0  # keep the fewest tokens with this much probability
-    seed: Seed = 1337  # of all samples, drawn together: the first of three is another than the only one
+    seed: Seed = 1337  # of all samples, drawn together: the first of three is not that of a single draw
     device: str = "auto"  # cpu, cuda, ...; auto: a GPU if there is one
     compile: bool = False  # compile the step to the next token: half a minute once, up to 2x for small models
     tokenizer: str | None = None  # file, folder or hub id of a tokenizer to use instead of the model's own

@@ -77,7 +77,7 @@ class Step:
     `totals` sums `losses` and 1 over micro-batches until they are read. A step whose loss or gradient is not
     finite updates no weight, nor does any later one; `check` finds out.
 
-    model: the network that trains; of it `learns`, by name: its adapters, or without any all; module: what is
+    model: the network that trains; `learns`: its adapters, by name, or if none all of it; module: what is
     called for the losses of a micro-batch, a Distilled around the model or the model itself. `compiled` is
     how it is called, compiled where that is asked for; `forward` is the same under DDP, to train.
     """

@@ -108,6 +108,11 @@ def dtype_of(vocab_size: int) -> str:
     return "<u2" if vocab_size <= MAX_VOCAB else "<u4"
 
 
+def holds_corpus(folder: Path) -> bool:
+    """Whether a corpus is there, or what a killed process left of one."""
+    return any((folder / name).exists() for name in ("meta.json", "train.bin", "val.bin"))
+
+
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, again: bool):
     """Write a tokenizer's files; `again`: where those of another may stand, which then go."""
     for name in set(TOKENIZER_FILES) - tokenizer.files.keys() if again else ():
@@ -288,7 +293,7 @@ def prepare(
     if tokenizer is None:
         tokenizer, total = learn(train(), vocab_size, source)
 
-    again = any((out_dir / name).exists() for name in ("meta.json", "train.bin", "val.bin"))
+    again = holds_corpus(out_dir)
     with token_files(out_dir) as (train_file, val_file):
         of_train = write_tokens(tokenizer, with_bar(train(), "train", total), train_file)
         refuse_empty("training", of_train["bytes"], source)

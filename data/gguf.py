@@ -37,7 +37,7 @@ PRE_TOKENIZERS = {  # llama.cpp's name -> the steps before a tokenizer.json's By
     "llama-bpe": ([split(r"\p{N}{1,3}")], False),
     "qwen2": ([split(r"\p{N}")], False),
 }
-SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:

@@ -30,7 +30,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import HeldOut, described, dtype_of, open_held_out, with_bar, write_tokenizer, write_tokens
+from data import (
+    HeldOut,
+    described,
+    dtype_of,
+    holds_corpus,
+    open_held_out,
+    with_bar,
+    write_tokenizer,
+    write_tokens,
+)
 from data.hub import HubSet
 from data.local import check_files, documents
 from data.openwebtext.prepare import HUB_NAME, split_of, texts
@@ -47,7 +56,8 @@ RECORDS = {  # sets that the hub has in GPT-2's tokens, `input_ids` of a row bei
 }
 SETS = ("openwebtext", *RECORDS)
 PROCESSES, MAP_BATCH, EVAL_BATCH = 32, 512, 8  # of the recipe: see above
-OWT_BLOCKS = 4312  # that the recipe evaluates on
+# tokens of a block; how many the recipe evaluates on; ids of the tokenizer that they are of
+RECIPE_BLOCK, OWT_BLOCKS, GPT2_IDS = 1024, 4312, 50257
 WAY_OUT = "give local text with --text=FILE"
 
 
@@ -57,7 +67,7 @@ class Knobs:
     text: str | None = None  # local file of documents, in place of --set
     tokenizer: str | None = None  # file, folder or hub id; None: gpt2, or with --set that of --corpus
     corpus: str | None = None  # prepared OpenWebText; None: data/openwebtext, or the hub if that is missing
-    block_size: Count = 1024  # tokens of a block of the recipe's sets
+    block_size: Count = RECIPE_BLOCK  # tokens of a block of the recipe's sets
     records: Count = 10_000  # of the Pile sets, from the first on
     out_dir: str | None = None  # folder to write
 
@@ -99,6 +109,8 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
         if knobs.tokenizer is not None:
             raise BadInput(f"{folder} is tokenized already: leave out --tokenizer, or prepare that anew")
         manifest, _, tokens = open_held_out(folder)
+        if manifest.block_size:
+            raise BadInput(f"{folder} is cut into windows; name the corpus that it was made of")
         tokenizer, source = load_tokenizer(folder / manifest.tokenizer), manifest.source
     else:
         hub = HubSet(HUB_NAME, WAY_OUT)
@@ -108,10 +120,12 @@ def openwebtext(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
     rows = [row for row in np.split(tokens, ends) if len(row)]
     cut = cut_in_batches(rows, knobs.block_size)
     blocks = len(cut) // knobs.block_size
-    if knobs.block_size == 1024 and tokenizer.vocab_size == 50257 and blocks != OWT_BLOCKS:
+    of_recipe = knobs.block_size == RECIPE_BLOCK and tokenizer.vocab_size == GPT2_IDS
+    if of_recipe and blocks != OWT_BLOCKS:
         say(f"{blocks:,} blocks, not the recipe's {OWT_BLOCKS:,}: losses do not compare with FakeLN's")
     about = f"the validation split of {source}, cut as FakeLN's recipe cuts it"
-    return cut, tokenizer, {"source": about, "block_size": knobs.block_size}
+    whole = {"set": knobs.set} if of_recipe and blocks == OWT_BLOCKS else {}
+    return cut, tokenizer, {"source": about, "block_size": knobs.block_size, **whole}
 
 
 def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
@@ -131,7 +145,9 @@ def pile(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
         say(f"{found}: the recipe shuffles them before it cuts, so blocks begin elsewhere than here")
     cut = whole_blocks(tokens, knobs.block_size)[: knobs.records * knobs.block_size]
     about = f"the first {len(rows):,} records of {hub.source}"
-    return cut, tokenizer, {"source": about, "block_size": knobs.block_size}
+    of_recipe = len(rows) == Knobs.records and lengths == {knobs.block_size} == {RECIPE_BLOCK}
+    whole = {"set": knobs.set} if of_recipe else {}
+    return cut, tokenizer, {"source": about, "block_size": knobs.block_size, **whole}
 
 
 def local(knobs: Knobs) -> tuple[np.ndarray, Tokenizer, dict]:
@@ -151,7 +167,7 @@ def write_set(folder: Path, tokens: np.ndarray, tokenizer: Tokenizer, more: dict
         raise BadInput(f"meta.json cannot hold the source {more['source']!a}; give it a printable name")
     if (folder / "train.bin").exists():
         raise BadInput(f"{folder} holds a corpus to train on; name another --out_dir")
-    again = (folder / "meta.json").exists() or (folder / "val.bin").exists()
+    again = holds_corpus(folder)
     meta = HeldOut(**described(tokenizer), val_tokens=len(tokens), **more).model_dump(exclude_none=True)
     with atomic_write(folder / "val.bin") as f:
         f.write(tokens.astype(meta["dtype"]).tobytes())
@@ -174,7 +190,7 @@ def main():
     make = local if knobs.set is None else openwebtext if knobs.set == "openwebtext" else pile
     tokens, tokenizer, more = make(knobs)
     with hold_folder(knobs.out_dir) as folder:
-        write_set(folder, tokens, tokenizer, {**more, "set": knobs.set})
+        write_set(folder, tokens, tokenizer, more)
     blocks = f", {len(tokens) // knobs.block_size:,} blocks" if "block_size" in more else ""
     print(f"wrote {len(tokens):,} tokens{blocks}, of {more['source']}, to {knobs.out_dir}")
 

@@ -5,16 +5,24 @@ python data/join_texts.py OUT IN IN
 
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from nanonorm.errors import BadInput, one_line_errors  # not found? pip install -e .
+from nanonorm.cli import parse  # not found? pip install -e .
+from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 
 
+@dataclass
+class NoKnobs:
+    """It has none."""
+
+
 def main():
-    if len(sys.argv) < 4:
+    *_, words = parse(NoKnobs, sys.argv[1:], usage=__doc__)
+    if len(words) < 3:
         raise BadInput("name the file to write, and two to read")
-    out, *texts = map(Path, sys.argv[1:])
+    out, *texts = map(Path, words)
     files = [text.open("rb") for text in texts]
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as f:

@@ -37,7 +37,8 @@ def documents(path: str | Path):
     END is read in bounded memory. Raises: BadInput.
     """
     lines, size, is_cut, number, starts = [], 0, False, 1, True
-    decoder = codecs.getincrementaldecoder("utf-8")()  # a piece of a long line may end inside a character
+    # a piece of a long line may end inside a character; -sig: without a mark of the encoding in front
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         with open(path, "rb") as f:  # in bytes, so that an error can name its line
             lines_of_file = iter(lambda: f.readline(CUT), b"")

@@ -27,6 +27,8 @@ SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 
 # What pretraining puts after a document. Chat models have it too, but their eos_token ends a turn.
 DOCUMENT_ENDS = (END, "<|end_of_text|>")
+# transformers' own block of a template, around what a model says -> one that jinja2 knows
+UNMARKED = {"generation": "if true", "endgeneration": "endif"}
 BESIDE = TOKENIZER_FILES[2:]  # of a tokenizer.json: which of the special tokens do what
 
 
@@ -171,6 +173,7 @@ class TokenizerJson(Tokenizer):
             raise BadInput(f"{name} names no end token; write eos_token into tokenizer_config.json beside it")
         self.eot_id = by_text[0] if by_text else min(ends)
         text = self.core.id_to_token(self.eot_id)
+        self.make_special(self.eot_id, text)
         self.end_token = text if text.isprintable() else None
         self.end_ids = frozenset(ends.union(by_text))
         # A run folder has a config.json of its own, so what this one says goes on in another file.
@@ -189,10 +192,14 @@ class TokenizerJson(Tokenizer):
         if found is None:
             lacks = f"{self.name} lacks the {role} {text!r} that tokenizer_config.json beside it names"
             raise BadInput(f"{lacks}; take both from the same model")
-        added = self.core.get_added_tokens_decoder().get(found)
+        self.make_special(found, text)
+        return found
+
+    def make_special(self, token: int, text: str):
+        """No text has this token from here on, even where it spells it."""
+        added = self.core.get_added_tokens_decoder().get(token)
         if added is None or not added.special:
             self.core.add_special_tokens([text])
-        return found
 
     def begin_id(self, add_bos_token: bool | None) -> int | None:
         """What a text begins with: tokenizer_config.json may say it, else the post-processor shows it."""
@@ -314,8 +321,9 @@ def default_template(value) -> str | None:
 
 
 def render(template: str, name: str, reply: bool = True, **values) -> str:
-    """The text of a conversation in a chat template, up to where a reply begins, or all of it and no more. A
-    template is a stranger's program: it runs in a sandbox.
+    """The text of a conversation in a chat template, up to where a reply begins, or all of it and no more, on
+    a day of its own: what is trained on does not depend on the clock. A template is a stranger's program: it
+    runs in a sandbox.
 
     Raises: BadInput for a template that fails, or refuses the messages.
     """
@@ -329,13 +337,16 @@ def render(template: str, name: str, reply: bool = True, **values) -> str:
     def to_json(value, ensure_ascii=False, **how):  # jinja2's own escapes for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
+    now = datetime.now() if reply else datetime(2024, 7, 26)  # Llama's templates fall back on it, too
     # as transformers sets it up: what templates are written for
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     jinja.filters["tojson"] = to_json
-    jinja.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    jinja.globals |= {"raise_exception": refuse, "strftime_now": now.strftime}
     with failing_as(f"leave out --chat: the chat template of {name} fails"):
+        for tag, plain in UNMARKED.items():
+            template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\1{plain}\2", template)
         asked = jinja.from_string(template)
         return asked.render(tools=None, documents=None, add_generation_prompt=reply, **values)
 

@@ -23,7 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import Manifest, corpus_folder, described, dtype_of, open_corpus, token_files, write_tokenizer
+from data import (
+    Manifest,
+    corpus_folder,
+    described,
+    dtype_of,
+    holds_corpus,
+    open_corpus,
+    token_files,
+    write_tokenizer,
+)
 from data.tokenizer import load_tokenizer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
@@ -75,6 +84,7 @@ def main():
     tokenizer = load_tokenizer(folders[0] / metas[0]["tokenizer"])
     begin = tokenizer.special_id("bos_token")
     begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)
+    letter = tokenizer.encode("a")
 
     def pieces(text, limit: int) -> np.ndarray:
         if knobs.sink:
@@ -88,12 +98,14 @@ def main():
         rows = [row for text in texts for row in pieces(text.view(dtype), limit)]
         made[split] = np.concatenate(rows).astype(dtype)
         known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
-        known[f"{split}_bytes"] = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
+        # behind a letter, or some tokenizers take the space away that a window begins with
+        texts = (tokenizer.decode(letter + row.tolist()) for row in rows)
+        known[f"{split}_bytes"] = sum(len(text.encode()) - 1 for text in texts)
         if not knobs.sink and len(made[split]) <= knobs.block_size:
             one = f"the {split} split would be one window of {knobs.block_size}, and a run needs two"
             raise BadInput(f"{one}; name more text, raise --{split}_tokens, or lower --block_size")
     with hold_folder(knobs.out_dir) as out_dir:
-        again = (out_dir / "meta.json").exists()
+        again = holds_corpus(out_dir)
         with token_files(out_dir) as files:
             for tokens, file in zip(made.values(), files, strict=True):
                 file.write(tokens.tobytes())

@@ -48,7 +48,8 @@ def atomic_write(path: str | Path, mode: str = "wb", kept: Path | None = None):
     stays as `kept`, if that is given. OSError (full disk, read-only folder) becomes BadInput.
     """
     path = Path(path)
-    tmp = path.with_name(path.name + ".tmp")
+    mine = "" if path.parent in HELD else f".{os.getpid()}"  # others may write into a folder that is not held
+    tmp = path.parent / f"{path.name}{mine}.tmp"
     with writing(path):
         still_held(path.parent)
     try:

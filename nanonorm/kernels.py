@@ -51,6 +51,7 @@ def fast(kernel, training=True, eager=True, anywhere=False):
             found = kernel(*args)
             return formula(*args) if found is NotImplemented else found
 
+        either.kernel = kernel
         return either
 
     return decorate
@@ -156,6 +157,8 @@ class EagerRMSNorm(torch.autograd.Function):
 
 def swiglu(mlp, x):
     """SwiGLU.forward: down(silu(a) * b), (a, b) = gate_up(x), by one function. (B, T, D) -> (B, T, D)"""
+    if getattr(type(mlp).activation, "kernel", None) is not gated:
+        return NotImplemented  # a subclass has an activation of its own
     down = mlp.down
     centred = getattr(down, "centred", None)
     if not (type(down) is nn.Linear or centred) or down.bias is not None or is_watched(down):

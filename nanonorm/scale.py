@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
 
+PHASES = ("norm", "blend", "scale")  # of a taper: its gate at 1, on its way, at 0
+
 
 def ordinary(inverse, multiple: float | None):
     """Which tokens of a micro-batch are no sinks: their r, given as 1/r, is at most `multiple` times the
@@ -127,12 +129,31 @@ class Tracked:
         super().__setstate__(state)
         self.bind_gates()  # pickle gives every view memory of its own
 
+    def fill_buffers(self):
+        """Take the buffers that no file holds from the meta device to the CPU, as 0. Raises: ModelError for
+        one that is not of this project: its values would be lost."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta and name not in ("gate", "sums", "last", "target"):
+                    raise ModelError(f"no file holds the buffer {name}: register it with persistent=True")
+                if buffer.is_meta:
+                    setattr(module, name, buffer.new_zeros(buffer.shape, device="cpu"))
+
     def trackers(self) -> dict[str, Tracker]:
         anchor = {"anchor": self.anchor} if isinstance(self.anchor, Tracker) else {}
         sites = {f"{name}.site": site for name, site in site_losses(self).items()}
         tapers = self.taper_norms()
         limits = {f"{name}.ceiling": ceiling for name, ceiling in ceilings(self).items()}
         return tapers | anchor | sites | limits
+
+    def set_phase(self, phase: str):
+        """phase: "norm", "blend" or "scale". Only parameters that the phase uses take a gradient. Raises:
+        ModelError for another."""
+        if phase not in PHASES:
+            raise ModelError(f"no phase {phase}; there are {', '.join(PHASES)}")
+        self.phase = phase
+        for t in self.trackers().values():
+            t.set_phase(phase)
 
     @torch.no_grad()
     def calibrate(self):
@@ -217,7 +238,6 @@ class BatchAnchor(nn.Module):
 
 
 FAR = 0.7  # of log r: twice or half the mean
-PHASES = ("norm", "blend", "scale")
 
 
 class Alongside(torch.autograd.Function):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from begin import begun_from, untapered  # not found? pip install -e .
+from begin import begun_from, refuse_few_ids, untapered  # not found? pip install -e .
 from config import Config
 from data import Manifest, corpus_folder
 from data.sampling import SHARE
@@ -121,6 +121,8 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
     teacher = None
     if asked.init_from == "scratch":
         corpus, cfg = corpus_of(asked.dataset), asked.resolve()
+        if corpus:
+            refuse_few_ids(cfg, corpus.vocab_size, corpus_folder(asked.dataset))
         shape = cfg.model_config(corpus.vocab_size if corpus else None)
         model = skeleton(shape, "this run", trains=True)
     else:

@@ -52,10 +52,11 @@ import torch
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.files import ROOT, atomic_write, json_object, write_json
+from nanonorm.files import ROOT, atomic_write, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
 from scripts import sweep
+from scripts.studies.runs import read_json
 
 PACKAGES = {  # what a step's script needs that requirements.txt does not have, and may need only after hours
     "scripts/report.py": "matplotlib",
@@ -178,6 +179,8 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
         if step.pop("when", None) == ("real" if k.rehearse else "try"):
             continue
         (kind,) = [kind for kind in KINDS if kind in step]
+        if unknown := step.keys() - {kind, "for", *(f.name for f in fields(Step))}:
+            raise BadInput(f"a step has {min(unknown)}, which steps do not have: {step[kind][:60]}")
         template = step.pop(kind)
         axes = [name.strip() for name in step.pop("for", "").split(",") if name]
         for point in itertools.product(*(values[axis] for axis in axes)):
@@ -221,7 +224,8 @@ class Study:
 
     def __init__(self, steps: list[Step], k: StudyKnobs, record: Path):
         self.steps, self.k, self.path = steps, k, record
-        self.record = json_object(record.read_bytes()) if record.exists() else {}
+        found = read_json(record, "study.py") if record.exists() else {}
+        self.record = {key: done for key, done in found.items() if re.match(r"\d+ ", key)}
         self.unfinished = 0
 
     def work(self) -> int:
@@ -395,6 +399,9 @@ def main() -> int:
             os.environ["HF_HUB_OFFLINE"] = "1"
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
+        for path in map(os.path.abspath, fixed.values()):
+            if glob.has_magic(path):  # beside a step's own star
+                raise BadInput(f"{path}: a study takes *, ? and [ for patterns; name another folder")
         try:
             values = values_of(study, k, given, fixed)
             steps = steps_of(study, values, k)

@@ -42,7 +42,16 @@ from nanonorm.log import tail
 from nanonorm.run import given_weights
 from nanonorm.schedules import end_by_ratio
 from nanonorm.typed import Count, Some
-from scripts.studies.runs import AUX_WEIGHT, NO_WEIGHTS, PAPER_ROWS, PlannedRun, identity, look, settings_in
+from scripts.studies.runs import (
+    AUX_WEIGHT,
+    NO_WEIGHTS,
+    NOT_THE_RUN,
+    PAPER_ROWS,
+    PlannedRun,
+    identity,
+    look,
+    settings_in,
+)
 
 POLL_S = 0.5  # between looks at the runs
 
@@ -70,6 +79,8 @@ def check(k: Sweep, axes: dict[str, list[str]]):
     for name in axes:
         if name == "out_dir":
             raise BadInput("--out_dir is for sweep.py to set; name the folder of all runs with --out")
+        if len(axes[name]) > 1 and name in NOT_THE_RUN - {"gate_end_ratio"}:
+            raise BadInput(f"--{name} tells no two runs apart: give it one value, or sweep it by hand")
         if name == "init_from" and set(axes[name]) & set(NO_WEIGHTS):
             raise BadInput("--init_from takes weights to start from; what is there already goes on by itself")
         if k.variants and name in ("norm", "taper"):

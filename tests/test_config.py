@@ -713,6 +713,17 @@ def test_the_old_file_stands_until_the_new_one_is_synced_and_then_the_folder_is(
     assert events == ["sync file", "rename", "sync folder"] and path.read_bytes() == "τ\n".encode()
 
 
+def test_two_that_write_one_file_leave_the_whole_file_of_one(tmp_path, monkeypatch):
+    with atomic_write(tmp_path / "f", "w") as first:
+        first.write("first" * 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)  # another process
+            with atomic_write(tmp_path / "f", "w") as second:
+                second.write("second")
+        assert (tmp_path / "f").read_text() == "second"
+    assert (tmp_path / "f").read_text() == "first" * 3
+
+
 def test_a_run_folder_means_its_folded_model_or_else_its_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent.pt"):
         with refuses(str(path)):

@@ -51,6 +51,11 @@ def test_a_written_conversation_ends_with_its_last_turn_and_comes_back():
     assert written(TALK, TokenizerJson(gpt2())) == "def f\n\n<|user|>return 1\n"
 
 
+def test_a_conversation_to_train_on_is_the_same_on_every_day():
+    tokenizer = TokenizerJson(llama3(chat_template="{{ strftime_now('%d %b %Y') }}"))
+    assert written(TALK, tokenizer) == "26 Jul 2024"
+
+
 def test_documents_of_a_subset_are_split_where_they_stand(hub, tmp_path):
     own = put(tmp_path / "gpt2", gpt2())
     hub.rows = [{"text": f"document {i}"} for i in range(9)]

@@ -68,11 +68,15 @@ def test_points_are_thinned_once(tmp_path):
 
 def test_what_is_no_run_is_refused(tmp_path, reference, capsys):
     out = f"--out={tmp_path / 'x.png'}"
+    (tmp_path / "inf.csv").write_text("run,metric,step,value\na,gate,1,inf\n")
+    (tmp_path / "wide.csv").write_text(f"run,metric,step,value\na,gate,1,{'1' * 200_000}\n")
     for words, reason in (
         ((tmp_path,), "has no log to read"),
         ((reference, "--metrics=train/kl"), "logged none of train/kl"),
         ((), "name run folders"),
         ((tmp_path / "y.csv",), "is not the .csv of a course"),
+        ((tmp_path / "wide.csv",), "is not the .csv of a course"),
+        ((tmp_path / "inf.csv", "--metrics=gate"), "gate at step 1 is inf, which no panel can show"),
         ((tmp_path / "y.csv", reference), "one figure's .csv at a time"),
     ):
         assert reason in refused(capsys, "course", *words, out, program="scripts/report.py")

@@ -113,6 +113,11 @@ def test_long_story_comes_in_parts(tmp_path, line):
         assert all(part.endswith("\n") for part, ends in parts if not ends)
 
 
+def test_a_mark_of_the_encoding_is_no_text(tmp_path):
+    (tmp_path / "stories.txt").write_text("<|endoftext|>\nOne \ufeff", encoding="utf-8-sig")
+    assert list(documents(tmp_path / "stories.txt")) == [("One \ufeff", True)]
+
+
 def test_an_end_in_mid_line_is_text(tmp_path):
     """Also where it is a piece of a long line for itself."""
     text = "\u2581" * (CUT // 3) + "x" * (CUT % 3) + END

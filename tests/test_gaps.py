@@ -273,7 +273,11 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
         (whole.replace("0.0003", "low"), "'low'"),
         (whole.rstrip().rsplit(",", 6)[0], "a row is cut short"),
         (whole.rstrip().rsplit(",", 1)[0], "a row is cut short"),
+        (whole.replace("baseline", "", 1), "a row is cut short"),
+        (re.sub(r"(?m)^(\w+,\d+),[\d.]+", r"\1,0.0", whole, count=1), "0.0 is no loss"),
+        (whole + "x" * 200_000, "field larger than field limit"),
     ):
+        assert broken != whole
         csv_file.write_text(broken)
         with pytest.raises(BadInput, match=rf"cannot read .*{why}"):
             drawn(monkeypatch, csv_file, *flags)

@@ -5,7 +5,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch, every_variant, operators, refuses, scale_of_difference, state_of, tiny
+from conftest import (
+    batch,
+    every_variant,
+    operators,
+    refuses,
+    scale_of_difference,
+    state_of,
+    tiny,
+    tiny_config,
+)
 from test_gates import small_run, whole_run
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forms import fold
-from model import ModelConfig, Transformer
+from model import ModelConfig, SwiGLU, Transformer, product
 from nanonorm import kernels
 from nanonorm.kernels import NOT_COUNTED
 
@@ -47,6 +56,16 @@ def test_the_norm_phase_of_a_taper_runs_the_baselines_kernels(norm):
     """Operator by operator; without gradients, where nothing is observed."""
     baseline, tapered = (tiny(norm, phase="norm", taper=taper) for taper in ("none", "all"))
     assert operators(tapered, batch()[0]) == operators(baseline, batch()[0])
+
+
+def test_a_subclass_with_an_activation_of_its_own_trains_what_it_says():
+    class ReGLU(SwiGLU):
+        def activation(self, x, inverse=None):
+            opening, up = product(self.gate_up, x, inverse).chunk(2, -1)
+            return F.relu(opening) * up
+
+    mlp, x = ReGLU(tiny_config(), torch.nn.Linear), torch.randn(2, 5, 24)
+    assert torch.equal(mlp(x), mlp.eval()(x))
 
 
 # --- targets that do not count

@@ -195,3 +195,6 @@ def test_bad_input_is_one_line(capsys):
     assert "name a run folder" in refused(capsys, "--local", program="scripts/harness/run.py")
     said = refused(capsys, "out/run", "--text=LICENSE", program="scripts/harness/run.py")
     assert "--text is of the local tasks; add --local" in said
+    flags = ("out/run", "--local", "--text=LICENSE", "--tasks", "local_choice")
+    said = refused(capsys, *flags, program="scripts/harness/run.py")
+    assert "--text is of local_text, which --tasks leaves out" in said

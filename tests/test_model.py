@@ -24,7 +24,7 @@ from running import assert_same
 from test_taper import normalized
 
 from forms import FORMS, fold, load_model
-from model import Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
+from model import NORMS, Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.cache import KVCache
 from nanonorm.files import FORMAT, read_file
 from nanonorm.generation import sample_token
@@ -530,6 +530,27 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
     assert read_file(path)["extra"] == [1, "two"]
 
 
+def test_what_ones_own_loop_has_trained_is_read_as_it_was(tmp_path):
+    """Without a word about its taper: the file has its phase and gates."""
+    model = tiny("rmsnorm-all-aux", phase="scale")
+    torch.save(model.to_file({}), tmp_path / "m.pt")
+    assert torch.equal(load_model(tmp_path / "m.pt")(tokens(2, 16)), model.eval()(tokens(2, 16)))
+
+
+@every_variant
+def test_buffers_of_ones_own_travel_in_their_type_or_not_at_all(variant, tmp_path):
+    """Not as zeros, which a buffer that is not of the file would be."""
+    model = tiny(variant, dtype=torch.float32).eval()
+    model.blocks[0].register_buffer("mine", torch.arange(3.0))
+    for form in FORMS.values():
+        assert form(model).blocks[0].mine.dtype == torch.float32
+    model.blocks[0].register_buffer("own", torch.arange(3.0), persistent=False)
+    with torch.device("meta"):
+        model.blocks[0].own = model.blocks[0].own.to("meta")
+    with refuses("no file holds the buffer own: register it with persistent=True"):
+        model.fill_buffers()
+
+
 EDITED = {  # what is wrong -> (what takes the place of the file's own, None for nothing; what is said)
     "missing tensor": ({"state": {"blocks.1.mlp.down.weight": None}}, "blocks.1.mlp.down.weight is missing"),
     "missing table": ({"state": {"tok_emb.weight": None}}, "tok_emb.weight"),
@@ -633,6 +654,40 @@ MEANS_NOTHING = [
 def test_a_configuration_that_means_nothing_is_refused_with_what_would(bad, names):
     with refuses(names):
         ModelConfig(**bad)
+
+
+def test_what_a_loop_of_ones_own_may_get_wrong_is_said():
+    """A step without the shift of the targets; a phase that there is not."""
+    model, (x, y) = tiny(), batch()
+    with refuses("do not have idx's shape"):
+        model(x, y[:, 1:])
+    with refuses("no phase nrom; there are norm, blend, scale"):
+        model.set_phase("nrom")
+
+
+@pytest.mark.parametrize("norm", [name for name, variant in NORMS.items() if variant.tapers])
+def test_a_norm_is_what_its_statistic_and_gain_say(norm):
+    """What it computes by itself is what a taper, an anchor and a fold make of its parts."""
+    made = NORMS[norm].make(tiny_config(norm=norm)).double()
+    for p in made.parameters():
+        torch.nn.init.normal_(p)
+    h = torch.randn(2, 5, *made.shape, dtype=torch.float64) + 0.5
+    x = made.centred(h)
+    shift = 0 if made.bias is None else made.bias
+    torch.testing.assert_close(made(h), x * made.inverse(x) * made.weight + shift, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(made.scale(h), 1 / made.inverse(x), rtol=EXACT, atol=0)
+
+
+def test_a_norm_with_a_tensor_of_its_own_is_refused():
+    """Its statistic is copied, to be tapered and measured: the copies would go ways of their own."""
+
+    class Power(RMSNorm):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.power = torch.nn.Parameter(torch.ones(()))
+
+    with refuses("a Norm has no tensors but gain and shift, and this one power"):
+        Power(4, 1e-6).bare()
 
 
 def test_a_form_is_made_by_folding_not_by_construction():

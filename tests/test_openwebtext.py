@@ -135,21 +135,39 @@ def test_openwebtext_is_the_same_from_the_hub_and_from_the_corpus(hub, bpe_corpu
     a, b = ((tmp_path / name / "val.bin").read_bytes() for name in "ab")
     assert a == b and len(a) % (2 * 4 * 8) == 0 and len(a) > 0
     manifest, meta, tokens = data.open_held_out(tmp_path / "a")
-    assert (manifest.set, manifest.block_size, manifest.val_bytes) == ("openwebtext", 4, None)
+    assert manifest.set is None and manifest.block_size == 4 and manifest.val_bytes is None
     assert tokens.dtype == np.uint16 and "train_tokens" not in meta and len(hub.asked) == 2
+    monkeypatch.setattr(held_out, "RECIPE_BLOCK", 4)  # now it is what the paper's figure is of
+    monkeypatch.setattr(held_out, "GPT2_IDS", manifest.vocab_size)
+    for blocks, known in ((len(tokens) // 4, "openwebtext"), (len(tokens) // 4 + 1, None)):
+        monkeypatch.setattr(held_out, "OWT_BLOCKS", blocks)
+        assert exit_status(held_out.main, HELD_OUT, *argv[:2], f"--corpus={tmp_path}/corpus", argv[3]) == 0
+        assert data.open_held_out(tmp_path / "b")[0].set == known
 
 
-def test_pile_is_the_first_records_recut(hub, bpe_corpus, tmp_path, capfd):
+def test_a_corpus_that_is_cut_into_windows_has_lost_its_documents(bpe_corpus, tmp_path, capsys):
+    train(bpe_corpus, "--block_size=16", f"--out_dir={tmp_path}/cut", program="data/windows.py")
+    flags = ("--set=openwebtext", f"--corpus={tmp_path}/cut", f"--out_dir={tmp_path}/set")
+    said = refused(capsys, *flags, program=HELD_OUT)
+    assert "is cut into windows; name the corpus that it was made of" in said
+
+
+def test_pile_is_the_first_records_recut(hub, bpe_corpus, tmp_path, capfd, monkeypatch):
     hub.rows = [{"input_ids": list(range(i, i + 10)), "other": 1} for i in range(50)]
     flags = ["--set=pile_filtered", f"--tokenizer={bpe_corpus}", "--records=7", f"--out_dir={tmp_path}"]
     train(*flags, "--block_size=8", program=HELD_OUT)
     manifest, _, tokens = data.open_held_out(tmp_path)
     stream = [t for row in hub.rows[:7] for t in row["input_ids"]]
-    assert tokens.tolist() == stream[:56] and manifest.set == "pile_filtered"  # 7 blocks of 70 // 8
+    assert tokens.tolist() == stream[:56] and manifest.set is None  # 7 blocks of 70 // 8
     assert hub.asked == [("lucabaroni/apollo-pile-filtered-10k", "train", "abc123", True)]
     assert "10 to 10 tokens" in capfd.readouterr().err
     train(*flags, "--block_size=10", program=HELD_OUT)  # over the old one, and now the records are blocks
     assert "tokens: the recipe shuffles" not in capfd.readouterr().err
+    assert data.open_held_out(tmp_path)[0].set is None
+    monkeypatch.setattr(held_out, "RECIPE_BLOCK", 10)
+    monkeypatch.setattr(held_out.Knobs, "records", 7)
+    assert exit_status(held_out.main, HELD_OUT, *flags, "--block_size=10") == 0  # as the paper's
+    assert data.open_held_out(tmp_path)[0].set == "pile_filtered"
     assert data.open_held_out(tmp_path)[2].tolist() == stream
 
 

@@ -199,6 +199,11 @@ def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):
         assert f"{tmp_path / 'meta.json'} describes no corpus to train on" in said
 
 
+def test_what_a_run_would_refuse_is_not_planned(corpus, capsys):
+    said = refused(capsys, *SMALL, f"--dataset={corpus}", "--vocab_size=100", program="scripts/plan.py")
+    assert f"of {corpus}; leave it out or raise it" in said
+
+
 def test_the_context_of_weights_that_are_not_there_is_their_own(capsys, monkeypatch):
     """As train.py has it: windows up to it, and a length to be asked for where it is long."""
     argv = ("--init_from=Qwen/Qwen3-0.6B", "--dataset=no/corpus", "--device=cpu")

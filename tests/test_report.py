@@ -509,7 +509,8 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([folder, f"--bench={decode}"], "is of mode=decode; the picture has prefill"),
         ([folder, f"--bench={wide}"], "is of a network with n_embd=8, not the run's"),
         ([folder, f"--bench={no_bar}"], "has none of baseline, weightless, unfused, folded, floor"),
-        ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "cannot write"),
+        ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "in a folder that exists"),
+        ([folder, f"--bench={bench}", f"--out={bench}"], "must be a .png file"),
         ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),
     ):
         assert says in refused(capsys, "picture", *argv, program=REPORT)

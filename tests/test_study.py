@@ -191,6 +191,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["folding", "--try", "--shape={"], "has odd quotes or braces"),
         (["folding", "--try", "--shape=it's"], "has odd quotes or braces"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
+        (["folding", "--try", "--work=w[1]"], "a study takes *, ? and [ for patterns; name another folder"),
         (["gpu_gpt2", "--try", "-x"], "-x: flags are written --key=value"),
         (["gpu_speed"], "gpu_speed wants a GPU, and there is none; --try rehearses it"),
     ],
@@ -425,6 +426,19 @@ MAKES_B = """
 makes = "{tmp}/b"
 run = "data/join_texts.py {tmp}/b {tmp}/toy.toml {tmp}/toy.toml"
 """
+
+
+def test_a_step_that_says_what_no_step_has_is_refused(toy):
+    said = toy(f'{MAKES_B}fro = "x"', ends=2)[-1]
+    assert "a step has fro, which steps do not have: data/join_texts.py" in said
+
+
+def test_a_damaged_record_is_one_line(toy, tmp_path):
+    toy(MAKES_B)
+    (tmp_path / "work/runs/toy.study.json").write_text('{"x": ')
+    assert "cannot read" in toy(MAKES_B, ends=2)[-1]
+    (tmp_path / "work/runs/toy.study.json").write_text('{"x": {}}')
+    toy(MAKES_B)
 
 
 def test_a_step_that_fails_ends_the_study_with_its_reason(toy, tmp_path):

@@ -195,6 +195,7 @@ def test_a_value_with_commas_stands_in_brackets():
         (["--variants=baseline,intrenal"], "variants must be"),
         (["--out_dir=x"], "--out"),
         (["--init_from=resume"], "weights to start from"),
+        (["--grad_checkpoint=True,False"], "--grad_checkpoint tells no two runs apart: give it one value"),
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
         (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),

@@ -210,13 +210,20 @@ def test_special_tokens_are_as_the_files_say():
     assert special(files_of(core, tokenizer_config=said)) == ({0}, 0, "</s>", None)
 
 
-@pytest.mark.parametrize("settings", [{"eos_token": "<|mine|>"}, {"eos_token": {"content": "<|mine|>"}}])
-def test_a_token_that_is_special_by_name_only(settings):
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({"eos_token": "<|mine|>"}, "<|mine|>"),
+        ({"eos_token": {"content": "<|mine|>"}}, "<|mine|>"),
+        ({}, "<|endoftext|>"),  # which nobody has to name
+    ],
+)
+def test_a_token_that_is_special_by_name_only(settings, end):
     core = byte_level([])
-    core.add_tokens([AddedToken("<|mine|>", special=False)])
+    core.add_tokens([AddedToken(end, special=False)])
     tokenizer = TokenizerJson(files_of(core, tokenizer_config=settings))
-    ids = tokenizer.encode("a <|mine|>")
-    assert tokenizer.eot_id not in ids and tokenizer.decode([*ids, tokenizer.eot_id]) == "a <|mine|>"
+    ids = tokenizer.encode(f"a {end}")
+    assert tokenizer.eot_id not in ids and tokenizer.decode([*ids, tokenizer.eot_id]) == f"a {end}"
 
 
 def test_its_files_are_all_it_takes(folder, chatty, tmp_path):
@@ -246,6 +253,13 @@ def test_a_template_may_stand_in_several_places():
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     assert TokenizerJson(llama3(chat_template=named)).chat([]) == [2]
     assert TokenizerJson(llama3() | {"chat_template.jinja": b"<|user|>"}).chat([]) == [4]
+
+
+def test_what_a_template_marks_for_training_is_text():
+    """By a block of transformers' own, which jinja2 does not know."""
+    marked = "{%- generation -%} {{ messages[0].content }} {%endgeneration%}!"
+    tokenizer = TokenizerJson(llama3(chat_template=marked))
+    assert tokenizer.chat([{"role": "assistant", "content": "hello"}]) == tokenizer.encode("hello !")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def test_reports_that_do_not_compare_are_refused(tmp_path):
     two["rows"][1]["batch"] = 4
     (tmp_path / "shapes.json").write_text(json.dumps(two))
     (tmp_path / "x.json").write_text('{"settings": {}}')
+    two["rows"][1]["speedup"] = None
+    (tmp_path / "null.json").write_text(json.dumps(two))
     for files, said in (
         ([here, there], "one machine"),
         ([here, here], "two reports have prefill, 64, eager, a"),
@@ -70,6 +72,7 @@ def test_reports_that_do_not_compare_are_refused(tmp_path):
         ([alone], "have a alone; time another variant beside it"),
         ([str(tmp_path / "shapes.json")], "shape"),
         ([str(tmp_path / "x.json")], "not a report of"),
+        ([str(tmp_path / "null.json")], "is no number"),
         ([], "one machine"),
     ):
         with pytest.raises(BadInput, match=said):

@@ -60,7 +60,8 @@ def main():
             splits, source = local_splits(*texts)
             prepare(*splits, out_dir, knobs.vocab_size, hub.source if hub else source, tokenizer)
         finally:
-            shutil.rmtree(out_dir / "download.tmp", ignore_errors=True)
+            if hub:
+                shutil.rmtree(out_dir / "download.tmp", ignore_errors=True)
 
 
 if __name__ == "__main__":

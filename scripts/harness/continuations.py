@@ -11,12 +11,11 @@ line <|endoftext|> ends. A network that knows nothing is right in a fifth.
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from data.local import documents  # not found? pip install -e .
-from nanonorm.cli import parse
+from nanonorm.cli import check_out, parse
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write
 from nanonorm.typed import Count, Seed
@@ -59,11 +58,11 @@ def main():
     if len(words) < 2:
         raise BadInput("name the file to write, OUT.jsonl, and held-out texts to make it of")
     out, *texts = words
+    check_out("OUT", out, ".jsonl")
     if k.items < len(texts):
         raise BadInput(f"--items={k.items} leaves a text without; ask for {len(texts)} at least")
     rng = np.random.default_rng(k.seed)
     made = [item for path in texts for item in items(path, k.items // len(texts), rng)]
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out, "w") as f:
         f.writelines(json.dumps(item) + "\n" for item in made)
     print(f"wrote {len(made):,} items to {out}")

@@ -36,6 +36,7 @@ from scripts.exports.stock import EPS
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
+LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag names
 TASKS_FLAG = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 TASKS_FLAG.add_argument("--tasks", nargs="+")
 
@@ -61,6 +62,10 @@ def read_command(argv: list[str]) -> tuple[Harness, str, list[str]]:
         raise BadInput("name a run folder, a model file or an export folder, and then the flags of lm_eval")
     if not k.local and (of_local := sorted({"text", "choices"} & explicit)):
         raise BadInput(f"--{of_local[0]} is of the local tasks; add --local")
+    asked = ",".join(TASKS_FLAG.parse_known_args(others)[0].tasks or LOCAL.values())
+    for name in sorted(LOCAL.keys() & explicit):
+        if LOCAL[name] not in asked:
+            raise BadInput(f"--{name} is of {LOCAL[name]}, which --tasks leaves out; leave out one of them")
     return k, others[0], others[1:]
 
 
@@ -160,7 +165,7 @@ def main() -> int:
                 text = task.read_text().replace("CHOICES", f"{work}/choices").replace("TEXT", f"{work}/text")
                 (work / task.name).write_text(text)
             os.environ["HF_HUB_OFFLINE"] = "1"
-            tasks, examples = ("local_choice,local_text",), 0
+            tasks, examples = (",".join(LOCAL.values()),), 0
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks

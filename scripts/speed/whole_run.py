@@ -61,6 +61,9 @@ def main():
     if not flags or name.startswith("-"):
         how = "whole_run.py NAME config/x.py --key=value"
         raise BadInput(f"name the line, then what train.py is given: {how}")
+    for flag in flags:
+        if flag.partition("=")[0] in ("--out_dir", "--eval_interval", "--ckpt_interval"):
+            raise BadInput(f"{flag} is set here; leave it out")
     print(line_of(name, timed(flags)))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from nanonorm.cli import check_out
 from nanonorm.errors import BadInput
 from nanonorm.figures import CURVE_POINTS, Figures
-from nanonorm.log import read_log, say
+from nanonorm.log import is_number, read_log, say
 from nanonorm.plots import COLOURS
 from nanonorm.tables import write_csv
 from nanonorm.typed import Count
@@ -56,6 +56,10 @@ def series(lines: list[dict], metric: str) -> dict[str, dict[int, float]]:
         for name, value in line.items():
             named = name == metric or (metric.endswith(".") and name.startswith(metric))
             if named and value is not None:
+                if not is_number(value):
+                    raise BadInput(
+                        f"{name} at step {line['iter']} is {str(value)[:20]}, which no panel can show"
+                    )
                 found.setdefault(name, {})[line["iter"]] = value
     return found
 
@@ -78,7 +82,7 @@ def runs_of(words: list[str]) -> dict[str, list[dict]]:
     try:
         for row in csv.DictReader(Path(words[0]).read_text().splitlines()):
             runs[row["run"]].append({"iter": int(row["step"]), row["metric"]: float(row["value"])})
-    except (OSError, KeyError, ValueError, TypeError) as e:
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as e:
         raise BadInput(f"{words[0]} is not the .csv of a course ({e!r}); name another") from None
     return runs
 

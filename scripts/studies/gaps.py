@@ -196,8 +196,10 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
     found, kinds = {}, hints(Config)
     try:
         for row in csv.DictReader(Path(path).read_text().splitlines()):
-            if None in row.values():
+            if None in row.values() or not row["what"]:
                 raise ValueError("a row is cut short")
+            if not 0 < float(row["loss"]) < math.inf:
+                raise ValueError(f"{row['loss']} is no loss")
             seed, scale = int(row["seed"]), float(row["scale"]) if row["scale"] else None
             if k.seeds and seed not in k.seeds:
                 continue
@@ -210,7 +212,7 @@ def read_again(path: str, k: Knobs) -> list[Cell]:
                 raise ValueError(f"{cell.what} has several runs of seed {seed}")
             head = {"read from": row.get("origin") or path}
             cell.runs.append(FinishedRun(Path(row["folder"]), variant, settings, {}, head, [line]))
-    except (OSError, KeyError, ValueError, TypeError) as e:
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as e:
         raise BadInput(f"cannot read {path} with these --by and --against: {e!r}") from None
     return paired(list(found.values()), k.to)
 

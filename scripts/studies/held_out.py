@@ -104,6 +104,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         names = names_of([row["model"] for row in rows])
         if not all(isinstance(row[key], int | float | None) for row in rows for key in ("ce", "gap")):
             raise TypeError("a loss is no number")
+        if not all(isinstance(row["data"], str) for row in rows):
+            raise TypeError("data is no path")
         losses = by_seed(rows, names, "ce")
         size, text = f"{first['targets']:,} tokens", Path(first["data"]).name
         how = f"Nats a token, over {size} of {text} and alike, in windows of {first['block_size']}; ± is a "

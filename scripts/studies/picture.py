@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from nanonorm.cli import check_out
 from nanonorm.errors import BadInput
 from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot, smooth
 from scripts.studies.gaps import write_logs
-from scripts.studies.runs import FinishedRun, load, read_json
+from scripts.studies.runs import FinishedRun, check_speeds, load, read_json
 
 # variant -> (colour, what it is)
 BARS = {
@@ -48,9 +49,11 @@ def read_bars(path: Path, settings: dict) -> tuple[str, list[dict]]:
             if (there := report["model"][knob]) != settings[knob]:
                 raise BadInput(f"{path} is of a network with {knob}={there}, not the run's {settings[knob]}")
         rows = [row for row in report["rows"] if row["variant"] in BARS]
+        for row in rows:
+            check_speeds(row)
         shapes = [(row["batch"], row["seq"]) for row in rows]
         return report["machine"], [row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[0]]
-    except (KeyError, TypeError) as e:
+    except (KeyError, TypeError, ValueError) as e:
         what = f"{type(e).__name__}: {e}"
         raise BadInput(f"{path} is not a report of bench.py ({what}); name another --bench") from None
 
@@ -157,6 +160,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         raise BadInput(f"{words[1]} is not {words[0]} with its norms kept; leave it out, or train that")
     if not rows:
         raise BadInput(f"{k.bench} has none of {', '.join(BARS)}; name another --bench")
+    check_out("out", k.out, ".png")
     fig = draw_picture(runs[0], runs[1] if len(runs) > 1 else None, machine, rows)
     with atomic_write(k.out) as f:
         fig.savefig(f, format="png")

@@ -15,7 +15,7 @@ from model import NORMS
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import is_held, json_object, read_file
 from nanonorm.knobs import is_read
-from nanonorm.log import check_header, check_whole, last_line, read_log
+from nanonorm.log import check_header, check_whole, is_number, last_line, read_log
 from nanonorm.run import MARKS, first_good
 
 # The rows of the papers' tables: name -> (norm, taper, with the scale anchor). Ours is baseline_aux: what the
@@ -285,6 +285,14 @@ def read_json(path: Path, command: str) -> dict:
         return json_object(path.read_bytes())
     except (OSError, ValueError) as e:
         raise BadInput(f"cannot read {path} ({e}); {command} writes it") from None
+
+
+def check_speeds(row: dict):
+    """Raises: LookupError or ValueError for a row of bench.py's that lacks a name or a number to draw."""
+    if not isinstance(row["variant"], str):
+        raise ValueError("a variant is no name")
+    if not all(is_number(row[name]) for name in ("speedup", "speedup_q1", "speedup_q3")):
+        raise ValueError(f"a speedup of {row['variant']} is no number")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from nanonorm.errors import BadInput
 from nanonorm.figures import Figures
 from nanonorm.plots import COLOURS
 from nanonorm.tables import markdown, write_csv, write_markdown
-from scripts.studies.runs import read_json
+from scripts.studies.runs import check_speeds, read_json
 
 COLUMNS = ["mode", "n_embd", "runtime", "variant", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work"]
 
@@ -41,8 +41,10 @@ def rows_of(paths: list[str]) -> tuple[list[dict], str]:
             for shape in {f"{row['batch']} x {row['seq']} tokens" for row in report["rows"]}:
                 size = f"{report['model']['n_layer']} blocks, {shape}, {how}"
                 places.add(f"{report['machine']}, torch {report['torch']}; {size}")
+            for row in report["rows"]:
+                check_speeds(row)
             rows += [{name: (here | row)[name] for name in COLUMNS} for row in report["rows"]]
-        except (LookupError, TypeError) as e:
+        except (LookupError, TypeError, ValueError) as e:
             raise BadInput(f"{path} is not a report of bench.py ({e!r}); name another") from None
     if len(places) != 1:
         alike = "of one machine, depth, shape, type and reference"
