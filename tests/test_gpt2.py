@@ -85,12 +85,8 @@ def test_what_it_leaves_is_a_network_without_the_norms(protocol, runs):
 TARGETS = {"hf": "transformers", "stock": "transformers", "gguf": "xllamacpp", "onnx": "onnxruntime"}
 REFUSED = {("vanilla", "stock"): "it has all its norms"}
 REFUSED |= {("internal", to): "a stock class has one eps for all of its norms" for to in ("stock", "gguf")}
-WAYS = [
-    # the exporter takes long to trace a network, and there is a test of each kind in test_export_onnx.py
-    slow(protocol, to) if to == "onnx" and protocol != "fakeln" else (protocol, to)
-    for protocol in PROTOCOLS
-    for to in TARGETS
-]
+# what is not FakeLN's own has a test of each kind in the tests of exports
+WAYS = [(p, to) if p == "fakeln" else slow(p, to) for p in PROTOCOLS for to in TARGETS]
 
 
 @pytest.mark.parametrize("protocol, to", WAYS)

@@ -49,10 +49,11 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize(
-    "place", ["optimizer", "state", "norm_final.weight", "meta", "config", "run", "progress"]
-)
-@pytest.mark.parametrize("form", FORMATS)
+PLACES = ("optimizer", "state", "norm_final.weight", "meta", "config", "run", "progress")
+CRAFTED = [*(("zip", place) for place in PLACES), ("legacy", "meta"), ("pickle", "meta")]
+
+
+@pytest.mark.parametrize("form, place", CRAFTED)
 def test_a_checkpoint_that_would_run_code_does_not(form, place, tmp_path, capsys):
     marker, run = tmp_path / "ran", tmp_path / "run"
     run.mkdir()

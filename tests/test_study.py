@@ -71,30 +71,37 @@ def test_nothing_is_trained_before_the_published_losses_are_found():
     assert "--within=0.005" in check.words and not check.optional
 
 
-def test_every_grid_of_the_small_config_can_be_planned():
-    folders = set()
-    for step in planned("tinystories_small", "--flags=--compile=True --dtype=bfloat16"):
+@pytest.fixture(scope="module")
+def small():
+    """The steps of the study of the small config, and {a sweep's step: its command, and its runs}."""
+    steps, grids = planned("tinystories_small", "--flags=--compile=True --dtype=bfloat16"), {}
+    for step in steps:
         if step.kind == "sweep":
-            k, files, axes = sweep.read_command(step.words)
-            assert axes["dtype"] == ["bfloat16"] and k.out not in folders, step
-            folders.add(k.out)
-            for run in sweep.grid(k, files, axes):
-                c = run.settings
-                ends = c["taper"] != "none" or (c["site_weight"] > 0 and c["site_until"] == "blend")
-                assert ends == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
+            command = sweep.read_command(step.words)
+            grids[step.key] = command, sweep.grid(*command)
+    return steps, grids
+
+
+def test_every_grid_of_the_small_config_can_be_planned(small):
+    folders = set()
+    for (k, _, axes), runs in small[1].values():
+        assert axes["dtype"] == ["bfloat16"] and k.out not in folders
+        folders.add(k.out)
+        for run in runs:
+            c = run.settings
+            ends = c["taper"] != "none" or (c["site_weight"] > 0 and c["site_until"] == "blend")
+            assert ends == any(flag.startswith("--gate_end_ratio=") for flag in run.argv), run.argv
     assert len(folders) == len(study.load("tinystories_small")["values"]["grid"])
 
 
-def test_the_commands_of_the_results_make_the_runs_that_their_tables_read():
+def test_the_commands_of_the_results_make_the_runs_that_their_tables_read(small):
     """Of the small config, in each row the linked tables that its command makes: every folder that they name;
     of a star runs alone, not the logs beside them."""
-    steps = [step for step in planned("tinystories_small") if step.name]
+    steps = [step for step in small[0] if step.name]
     runs = {}  # a grid's key -> its folder, those of its runs, and their logs
-    for step in steps:
-        if step.kind == "sweep":
-            k, files, axes = sweep.read_command(step.words)
-            folders = [str(run.folder) for run in sweep.grid(k, files, axes)]
-            runs[step.key] = [k.out, *folders, *(f"{folder}.log" for folder in folders)]
+    for key, ((k, *_), planned_runs) in small[1].items():
+        folders = [str(run.folder) for run in planned_runs]
+        runs[key] = [k.out, *folders, *(f"{folder}.log" for folder in folders)]
     read = set()  # tables
     for row in (ROOT / "results/README.md").read_text().splitlines():
         for only in re.findall(r"tinystories_small [^`]*?--only=([\w,]+)", row):
@@ -228,6 +235,9 @@ def toy(command, tmp_path, capfd):
     for a script, if one is given: the lines on stderr. `ends` is its exit status."""
 
     def run(steps: str, *argv, say: str = "", ends: int = 0) -> list[str]:
+        made = tmp_path / "work/data/toy/meta.json"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.touch()  # a rehearsal's corpus, which nothing here reads
         (tmp_path / "say.py").write_text(say)
         steps = steps.replace("{tmp}", str(tmp_path)).replace("{say}", f"{tmp_path}/say.py")
         how = ("--try", f"--work={tmp_path}/work", f"--out={tmp_path}/out")
