@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from conftest import batch, state_of, tiny
 from running import ROOT, exit_status, said_by, train
+from turns import dying, steady
 
 from config import Config
 from nanonorm.errors import BadInput
@@ -118,18 +118,6 @@ def test_decoding_goes_on_behind_an_end_token(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": first}))
     peers.compare(k, tmp_path)
     assert "the same greedy tokens" in capsys.readouterr().out
-
-
-def steady(name, gap_s):
-    yield "ready"
-    while True:
-        time.sleep(gap_s)
-        yield name
-
-
-def dying():
-    yield "ready"
-    raise RuntimeError("no more")
 
 
 def test_contestants_take_turns_until_one_dies(capfd):
