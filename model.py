@@ -252,8 +252,8 @@ class Norm(nn.Module):
 
     def bare(self) -> "Norm":
         """The same statistic, without gain and shift. Raises: ModelError if it has tensors of its own."""
-        if own := {*self._parameters, *self._buffers} - {"weight", "bias"}:
-            raise ModelError(f"a Norm has no tensors but gain and shift, and this one {', '.join(own)}")
+        if own := {n for n, _ in (*self.named_parameters(), *self.named_buffers())} - {"weight", "bias"}:
+            raise ModelError(f"a Norm has no tensors but gain and shift, this one {', '.join(sorted(own))}")
         return type(self)(*self.shape, self.eps, gain=False, shift=False)
 
     def factor(self, gains: bool):

@@ -173,7 +173,8 @@ class TokenizerJson(Tokenizer):
             raise BadInput(f"{name} names no end token; write eos_token into tokenizer_config.json beside it")
         self.eot_id = by_text[0] if by_text else min(ends)
         text = self.core.id_to_token(self.eot_id)
-        self.make_special(self.eot_id, text)
+        if by_text:  # else it may be a piece of text
+            self.make_special(self.eot_id, text)
         self.end_token = text if text.isprintable() else None
         self.end_ids = frozenset(ends.union(by_text))
         # A run folder has a config.json of its own, so what this one says goes on in another file.
@@ -346,7 +347,7 @@ def render(template: str, name: str, reply: bool = True, **values) -> str:
     jinja.globals |= {"raise_exception": refuse, "strftime_now": now.strftime}
     with failing_as(f"leave out --chat: the chat template of {name} fails"):
         for tag, plain in UNMARKED.items():
-            template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\1{plain}\2", template)
+            template = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*-?%\}})", rf"\1{plain}\2", template)
         asked = jinja.from_string(template)
         return asked.render(tools=None, documents=None, add_generation_prompt=reply, **values)
 

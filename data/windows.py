@@ -85,6 +85,7 @@ def main():
     begin = tokenizer.special_id("bos_token")
     begin, dtype = tokenizer.eot_id if begin is None else begin, dtype_of(tokenizer.vocab_size)
     letter = tokenizer.encode("a")
+    own = len(tokenizer.decode(letter).encode())
 
     def pieces(text, limit: int) -> np.ndarray:
         if knobs.sink:
@@ -100,7 +101,7 @@ def main():
         known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
         # behind a letter, or some tokenizers take the space away that a window begins with
         texts = (tokenizer.decode(letter + row.tolist()) for row in rows)
-        known[f"{split}_bytes"] = sum(len(text.encode()) - 1 for text in texts)
+        known[f"{split}_bytes"] = sum(len(text.encode()) - own for text in texts)
         if not knobs.sink and len(made[split]) <= knobs.block_size:
             one = f"the {split} split would be one window of {knobs.block_size}, and a run needs two"
             raise BadInput(f"{one}; name more text, raise --{split}_tokens, or lower --block_size")

@@ -110,8 +110,8 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         if out_of_memory(e):
             raise  # it is there, and full
         if gpu and asked == "cuda" and local_rank >= torch.cuda.device_count():
-            seen = f"process {local_rank} of this machine sees {torch.cuda.device_count()} GPUs"
-            remedy = "start one process a GPU, or use --device=cuda:0 or --device=cpu"
+            seen = f"GPUs that process {local_rank} of this machine sees: {torch.cuda.device_count()}"
+            remedy = "start one process a GPU, or use --device=cpu"
             raise BadInput(f"{seen}; {remedy}") from None
         works = "cuda" if gpu else "cpu"
         raise BadInput(f"device={name} is not available on this machine; use --device={works}") from None

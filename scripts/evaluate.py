@@ -95,7 +95,7 @@ class Text:
         """By the bytes a token of the whole split, which the blocks of T leave a little of out. A window of
         data/windows.py begins with a token that has no bytes and is never a target."""
         m = self.manifest
-        first = m.val_tokens / T if m.block_size == T and m.set is None else 0
+        first = m.val_tokens / T if m.block_size == T else 0
         return None if m.val_bytes is None else ce * (m.val_tokens - first) / math.log(2) / m.val_bytes
 
 

@@ -395,13 +395,14 @@ def main() -> int:
         if k.rehearse:
             temporary = k.work or stack.enter_context(tempfile.TemporaryDirectory())
             work = Path(temporary).resolve()
-            toy_text(work / "text")
             os.environ["HF_HUB_OFFLINE"] = "1"
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
-        for path in map(os.path.abspath, fixed.values()):
+        for path in (os.path.abspath(path) for name, path in fixed.items() if name != "data" or k.rehearse):
             if glob.has_magic(path):  # beside a step's own star
                 raise BadInput(f"{path}: a study takes *, ? and [ for patterns; name another folder")
+        if k.rehearse:
+            toy_text(Path(fixed["text"]))
         try:
             values = values_of(study, k, given, fixed)
             steps = steps_of(study, values, k)

@@ -80,7 +80,7 @@ def check(k: Sweep, axes: dict[str, list[str]]):
         if name == "out_dir":
             raise BadInput("--out_dir is for sweep.py to set; name the folder of all runs with --out")
         if len(axes[name]) > 1 and name in NOT_THE_RUN - {"gate_end_ratio"}:
-            raise BadInput(f"--{name} tells no two runs apart: give it one value, or sweep it by hand")
+            raise BadInput(f"--{name} tells no two runs apart: give it one value")
         if name == "init_from" and set(axes[name]) & set(NO_WEIGHTS):
             raise BadInput("--init_from takes weights to start from; what is there already goes on by itself")
         if k.variants and name in ("norm", "taper"):

@@ -198,3 +198,4 @@ def test_bad_input_is_one_line(capsys):
     flags = ("out/run", "--local", "--text=LICENSE", "--tasks", "local_choice")
     said = refused(capsys, *flags, program="scripts/harness/run.py")
     assert "--text is of local_text, which --tasks leaves out" in said
+    assert harness.read_command([*flags[:-1], "local_*"])[2] == ["--tasks", "local_*"]

@@ -111,7 +111,7 @@ def test_a_process_without_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("CUDA error: invalid device ordinal")))
     for name in ("auto", "cuda"):
-        with refuses("process 1 of this machine sees 1 GPUs; start one process a GPU"):
+        with refuses("GPUs that process 1 of this machine sees: 1; start one process a GPU"):
             pick_device(name, local_rank=1)
 
 

@@ -532,9 +532,10 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
 
 def test_what_ones_own_loop_has_trained_is_read_as_it_was(tmp_path):
     """Without a word about its taper: the file has its phase and gates."""
-    model = tiny("rmsnorm-all-aux", phase="scale")
+    model = tiny("rmsnorm-all-aux", phase="blend")
     torch.save(model.to_file({}), tmp_path / "m.pt")
-    assert torch.equal(load_model(tmp_path / "m.pt")(tokens(2, 16)), model.eval()(tokens(2, 16)))
+    again = load_model(tmp_path / "m.pt")
+    assert again.phase == "blend" and torch.equal(again.gate, model.gate.float())
 
 
 @every_variant
@@ -686,7 +687,7 @@ def test_a_norm_with_a_tensor_of_its_own_is_refused():
             super().__init__(*args, **more)
             self.power = torch.nn.Parameter(torch.ones(()))
 
-    with refuses("a Norm has no tensors but gain and shift, and this one power"):
+    with refuses("a Norm has no tensors but gain and shift, this one power"):
         Power(4, 1e-6).bare()
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from conftest import refuses
 from running import refused
-from test_tokenizer import gpt2, put
+from test_tokenizer import byte_level, files_of, gpt2, put
+from tokenizers import decoders, normalizers
 
 import data
 from begin import odd_sink
 from data.sampling import train_batch
-from data.tokenizer import load_tokenizer
+from data.tokenizer import END, TokenizerJson, load_tokenizer
 from data.windows import cut, main, stretches
 from nanonorm.errors import BadInput
 from scripts.harness.continuations import items as made_items
@@ -79,6 +80,26 @@ def test_what_is_refused_leaves_every_corpus(tmp_path, monkeypatch):
     with refuses("the val split would be one window of 8, and a run needs two"):
         main()
     assert (made / "meta.json") in before and all(path.read_bytes() == was for path, was in before.items())
+
+
+def test_bytes_of_windows_have_the_space_that_one_begins_with(tmp_path, monkeypatch):
+    """Which decoding takes away where a text got one in front. What a killed call left goes."""
+    (out := tmp_path / "out").mkdir()
+    core = byte_level([END], n_more=0)  # a token a byte
+    core.normalizer = normalizers.Prepend(" ")
+    core.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer, parts = TokenizerJson(files_of(core)), [(" a b" * 40, True)] * 9
+    (tmp_path / "a").mkdir()
+    data.prepare(lambda: parts, lambda: parts, tmp_path / "a", None, "a", tokenizer)
+    for name in ("val.bin", "chat_template.jinja"):
+        (out / name).touch()
+    monkeypatch.setattr(
+        sys, "argv", ["windows.py", str(tmp_path / "a"), "--block_size=8", f"--out_dir={out}"]
+    )
+    main()
+    assert not (out / "chat_template.jinja").exists()
+    meta, _, val = data.open_corpus(out, 8)
+    assert meta["val_bytes"] == (val != tokenizer.eot_id).sum()
 
 
 def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):

@@ -257,7 +257,7 @@ def test_a_template_may_stand_in_several_places():
 
 def test_what_a_template_marks_for_training_is_text():
     """By a block of transformers' own, which jinja2 does not know."""
-    marked = "{%- generation -%} {{ messages[0].content }} {%endgeneration%}!"
+    marked = "{%+ generation -%} {{ messages[0].content }} {%endgeneration%}!"
     tokenizer = TokenizerJson(llama3(chat_template=marked))
     assert tokenizer.chat([{"role": "assistant", "content": "hello"}]) == tokenizer.encode("hello !")
 

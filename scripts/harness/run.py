@@ -21,6 +21,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -62,9 +63,10 @@ def read_command(argv: list[str]) -> tuple[Harness, str, list[str]]:
         raise BadInput("name a run folder, a model file or an export folder, and then the flags of lm_eval")
     if not k.local and (of_local := sorted({"text", "choices"} & explicit)):
         raise BadInput(f"--{of_local[0]} is of the local tasks; add --local")
-    asked = ",".join(TASKS_FLAG.parse_known_args(others)[0].tasks or LOCAL.values())
+    named = TASKS_FLAG.parse_known_args(others)[0].tasks
+    asked = ",".join(named or LOCAL.values()).split(",")
     for name in sorted(LOCAL.keys() & explicit):
-        if LOCAL[name] not in asked:
+        if not any(fnmatch(LOCAL[name], pattern) for pattern in asked):
             raise BadInput(f"--{name} is of {LOCAL[name]}, which --tasks leaves out; leave out one of them")
     return k, others[0], others[1:]
 
