@@ -43,6 +43,7 @@ from scripts.exports.stock import wants_folding
 
 KINDS = ("hf", "stock", "gguf", "onnx")  # of exports, each a module of scripts.exports
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNIT = {"the fold": " of the largest logit"}  # of an error that is no share of their spread
 ROWS, LENGTH = 2, 128  # of real text, in tokens
 
 
@@ -180,7 +181,7 @@ def exported(source: str, cfg: Convert, to: str, out: Path) -> str:
             done = import_module(f"scripts.exports.{to}").write(job)
             describe(job, to, done)
     said = [f"{error:.1e} in {name}" for name, error in done["errors"].items()]
-    said += [f"{what} alone {max(found.values()):.1e}" for what, found in errors.items() if found]
+    said += [f"{what} alone {max(e.values()):.1e}{UNIT.get(what, '')}" for what, e in errors.items() if e]
     off = f"largest difference, as a share of the logits' spread: {', '.join(said)}; on {text}"
     return f"wrote {out}\n{off}\nit runs in {done['runs']}"
 

@@ -29,6 +29,8 @@ OTHERWISE = {
     "dyt": REPLACED.format("DyT"),
     "derf": REPLACED.format("Derf"),
 }
+SCALES = """Its norms are computed, and change nothing: beside an eps of this size no token's statistic
+counts, so each is a fixed scaling. A network without them was exported that way."""
 
 LOSSES = {  # what a run's file has of its validation -> the metric's type and name
     "loss": ("loss", "validation loss, nats a token"),
@@ -106,6 +108,8 @@ def needed_transformers():
 
 def removed(c: ModelConfig, kind: str) -> str:
     """What was taken out of a network, in a sentence or two."""
+    if c.norm_eps > 1:
+        return SCALES
     if c.taper == "none":
         return OTHERWISE.get(c.norm, "Nothing is removed: this is the network with all its norms.")
     norm = "LayerNorm" if c.norm == "layernorm" else "RMSNorm"

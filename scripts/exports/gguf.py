@@ -40,6 +40,8 @@ LEFT_OUT = "\n\nGGUF has room for three end tokens. These end a text too, and ar
 SAVES = """Nothing: where norms are gone llama.cpp still computes norms, which change nothing. What is faster
 without norms is the network itself: `--to=hf` or `--to=onnx`."""
 
+ALL = "It is the network with all its norms: nothing is saved."
+
 
 def architecture(c: ModelConfig) -> str:
     """llama.cpp's name for a plain network of this shape. Raises: ModelError if it has none."""
@@ -122,7 +124,7 @@ def bpe_tokens(writer, tokenizer) -> dict:
 def pre_tokenizer(file: dict, name: str) -> str:
     """llama.cpp's name for how a tokenizer.json splits text. Raises: ModelError if it has none."""
     steps = file.get("pre_tokenizer") or {}
-    *before, last = steps.get("pretokenizers", [steps])
+    *before, last = steps.get("pretokenizers") or [steps]
     bytewise = last.get("type") == "ByteLevel" and not last.get("add_prefix_space", True)
     normal = (file.get("normalizer") or {}).get("type")  # llama.cpp has none, which text in NFC cannot tell
     for known, wanted in PRE_TOKENIZERS.items():
@@ -204,11 +206,13 @@ def write(job: Job) -> dict:
     config, path = file["config"], job.folder / "model.gguf"
     arch = architecture(ModelConfig(**config))
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_name(job.path.stem)
-    if base := job.meta.get("base"):
+    base = job.meta.get("base")
+    writer.add_name(base["name"] if base else job.path.parent.name)
+    if base:
         writer.add_base_model_count(1)
         writer.add_base_model_name(0, base["name"])
-        writer.add_license(base.get("license") or "other")
+        if base.get("license"):
+            writer.add_license(base["license"])
     add_shape(writer, config, arch)
     left_out = add_tokenizer(writer, job.tokenizer, config["vocab_size"])
     for name, t in tensors(config, file["state"], arch):
@@ -220,5 +224,5 @@ def write(job: Job) -> dict:
     error = proof(path, job, config["mlp"])
     how = HOW.format(arch) + (LEFT_OUT.format(", ".join(f"`{t}`" for t in left_out)) if left_out else "")
     runs = f"llama.cpp and what is built on it{IDLE if config['norm_eps'] > 1 else ''}"
-    saves = CENTRING if job.model.config.norm == "cbwc" else SAVES
+    saves = CENTRING if job.model.config.norm == "cbwc" else SAVES if config["norm_eps"] > 1 else ALL
     return {"errors": {"float32": error}, "dtype": "float32", "runs": runs, "how": how, "saves": saves}

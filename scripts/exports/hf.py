@@ -18,7 +18,7 @@ from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
 from nanonorm.files import ROOT
-from nanonorm.hub import write_weights
+from nanonorm.hub import TOKEN_IDS, write_weights
 from scripts.exports import Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
 
@@ -45,7 +45,8 @@ SUNK = """
 
 Token {token} stands in front of every text already, as constants that attention reads: do not give it again,
 and where the tokenizer adds it say `add_special_tokens=False`. Only attention by sdpa reads them, so any
-other is refused, vLLM's and TransformerLens's too."""
+other is refused, vLLM's and TransformerLens's too. Give it texts of one length, or one at a time: where rows
+are padded with end tokens, these can overflow, and spoil their row."""
 LENS = """
 
 In TransformerLens 4:
@@ -66,6 +67,7 @@ for part in bridge.modules():
 """
 SAVES = {
     "none": "It is the network as it was trained: nothing is saved.",
+    "scales": "Nothing: norms that change nothing are still computed.",
     "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
     " results/speed.md of nanonorm.",
     "some": "What is named above is not computed any more; the rest is.",
@@ -179,6 +181,8 @@ def stock_file(model: Transformer) -> dict | None:
 def saves(model: Transformer) -> str:
     """What the network saves, by what was removed from it."""
     c = model.config
+    if c.norm_eps > 1:
+        return SAVES["scales"]
     if len(export_files(replace(c, form="trained"))) == 1:
         return SAVES["none"]
     kept = any(isinstance(m, RMSNorm) for m in model.modules())
@@ -206,6 +210,7 @@ def write(job: Job) -> dict:
         "coupled_grad": c.coupled_grad,
         "coupled_floor": c.coupled_floor,
         "sink": (twin["n_kv_head"], 1, twin["head_dim"]) if sunk else None,  # the shape of a layer's keys
+        **dict.fromkeys(TOKEN_IDS),  # else what it does not say is the class's
         **token_ids(job.tokenizer),
         "torch_dtype": name_of(job.dtype),  # transformers 5 reads it too
     }

@@ -128,8 +128,13 @@ def exchange(model, config):
             new = nn.Linear(old.in_features, old.out_features)
         elif kind is not None:
             new = NORMS[kind](len(old.weight), config.rms_norm_eps)
+        if kind in ("CoupledLayer", "Linear"):
+            new.apply(model._init_weights)
         if kind is not None:
             model.set_submodule(path, new)
+    # of a layer that is in no list device_map would put parts on several devices; FSDP looks for each
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, LlamaDecoderLayer)}
+    model._no_split_modules = type(model._no_split_modules)(layers)
     if config.sink is not None:
         add_sink(model, config)
 
