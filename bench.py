@@ -377,6 +377,7 @@ def resolve(k: Bench, shape: ModelConfig) -> torch.device:
         usual.remove("baseline")  # it is this network with its gains, which are gone
     k.variants = tuple(dict.fromkeys(k.variants or usual))
     k.runtimes = tuple(dict.fromkeys(k.runtimes or runtimes))
+    k.batch = tuple(dict.fromkeys(k.batch))
     k.seq = tuple(dict.fromkeys(k.seq or (max(1, longest // 4), max(1, longest // 2), longest)))
     if k.dtype == "auto":
         k.dtype = "bfloat16" if gpu else "float32"

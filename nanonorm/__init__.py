@@ -1,1 +1,1 @@
-"""The ground floor: what every room above stands on. It imports nothing of the project."""
+"""The lowest layer: all else may import it, and it imports nothing of the project."""

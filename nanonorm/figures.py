@@ -1,6 +1,6 @@
 """How every report's figures look: one palette, one legend below the axes, every run shown.
 
-A run is a thin line over the steps, and a dot elsewhere. An interval is drawn of three values and more. A
+A run is a thin line over the steps, and a dot elsewhere. An interval is drawn from three values on. A
 line joins means of the same seeds alone. The numbers behind the curves go into curves.csv. Needs matplotlib.
 """
 

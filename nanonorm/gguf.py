@@ -1,4 +1,4 @@
-"""GGUF file -> {"config", "state", "meta"}: the file of llama.cpp and of all that is built on it. The names,
+"""GGUF file -> {"config", "state", "meta"}: the format of llama.cpp and all that is built on it. The names,
 keys and layouts here serve the way out too (scripts/exports/gguf.py).
 
 Any quantization that the package gguf knows is read; the weights come out as float32. A Llama's queries and

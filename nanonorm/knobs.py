@@ -1,4 +1,4 @@
-"""What is said of a knob beside its type: what it needs, where it may be set anew, since when there is it.
+"""What is said of a knob beside its type: what it needs, where it may be set anew, since when it exists.
 
 A fact stands in the knob's annotation: `calib_skip_first: Annotated[bool, TAPER, FREE] = False`. A class of
 knobs is a dataclass; functions here take it, or an instance of it.

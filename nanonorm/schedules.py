@@ -1,5 +1,5 @@
-"""Schedules: the learning rate, the phase and the gates as functions of the step, what each gate is of, and
-which schedules of gates make sense.
+"""Schedules: the learning rate, the phase and the gates as functions of the step, what each gate governs, and
+which gate schedules make sense.
 
 `cfg` is a config.Config, resolved except for settle_gates, which is part of resolving it. Steps count from 0;
 what holds at step k holds for optimizer step k.

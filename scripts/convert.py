@@ -8,7 +8,7 @@
 
 out/all has --taper=all. PATH is a run folder, a model or GGUF file, a Hugging Face folder, a hub id. Whatever
 tapers is at gate 0. An export is compared with the model on real text before --out exists; the error stands
-in its README.md and nanonorm.json, and no error that is too large is accepted. --push=USER/NAME then uploads
+in its README.md and nanonorm.json, and one that is too large is refused. --push=USER/NAME then uploads
 the folder to the Hugging Face hub. What the targets need, and what proves them, is installed by `pip
 install -r requirements-export.txt`.
 """

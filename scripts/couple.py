@@ -7,8 +7,8 @@
 PATH is a run folder, a model file, a Hugging Face folder or a hub id, of a network with RMSNorm. A block's
 MLP then divides by alpha r(x) where it divided by r(h): x and h are the stream before attention and before
 the MLP, r their RMS; alpha goes into the gain of the MLP's norm. --alpha=layer is a block's own: the one for
-which alpha^2 r(x)^2 / r(h)^2 is least far from 1, in squares, over all positions but the first, where r is
-another. mean is their mean over the coupled blocks, one for the network, as in the paper (CoupledNorm, 5.3).
+which alpha^2 r(x)^2 / r(h)^2 is least far from 1, in squares, over all positions but the first, where r
+differs. mean is their mean over the coupled blocks, one for the network, as in the paper (CoupledNorm, 5.3).
 floor gives a block a second number: its MLP divides by alpha sqrt(r(x)^2 + floor), fitted alike. No choice
 adds a reduction. The first --keep blocks keep RMSNorm, where the stream jumps. What is left open is chosen by
 what is measured: the fewest kept blocks whose KL is within a tenth of the least in the table, and with them

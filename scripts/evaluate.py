@@ -3,14 +3,14 @@
     python scripts/evaluate.py out/vanilla out/all --data=tinystories
     python scripts/evaluate.py gpt2 schaeff/gpt2-small_LNFree300 --data=data/owt_held_out,data/pile_held_out
 
-PATH is a run folder, a model file, an export, a GGUF file, a Hugging Face folder or a hub id; what our reader
-refuses of the last two, transformers reads. Whatever tapers is at gate 0. --data names prepared corpora,
+PATH is a run folder, a model file, an export, a GGUF file, a Hugging Face folder or a hub id; of the last
+two, transformers reads what our reader refuses. Whatever tapers is at gate 0. --data names prepared corpora,
 whose validation split is read, or sets of data/held_out.py.
 
 The text is cut into blocks of T tokens, what fills no block is left out, and each token but the first of its
 block is predicted from those before it in the block: T - 1 targets. (`val/loss` of train.py predicts that
 first token too, from the block before.) No begin token is added, nothing is masked between documents. Means
-are in nats a token; "no end" leaves the targets out that are the end-of-text token. A loss is kept for every
+are in nats a token; "no end" leaves out targets that are the end-of-text token. A loss is kept for every
 token and summed in their order, in float64, so the batch size is of no account. The gap is to --vanilla, or
 to the first PATH; "its gap" is the paper's, to its vanilla, and stands only beside a whole set.
 

@@ -1,4 +1,4 @@
-"""How much memory of a card a run takes, before there is one: counted on tensors without values.
+"""How much of a card's memory a run would take: counted on tensors without values, with no card.
 
     python scripts/plan.py config/distill_qwen_8b.py --ranks=2 --shard=True
     python scripts/plan.py config/gpt2.py:xl_fakeln --memory=48

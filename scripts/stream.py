@@ -4,7 +4,7 @@
     python scripts/stream.py gpt2 --data=data/owt_held_out,data/pile_held_out --out=out/gpt2_stream
     python scripts/stream.py out/original out/no_norms/folded.pt --data=NAME --out=out/both   # side by side
 
-PATH is whatever scripts/evaluate.py takes and our own reader reads; --data names what it does. A site is
+PATH is whatever scripts/evaluate.py takes and our own reader reads; --data is as there. A site is
 where a norm reads the stream, whether one is left there or not: 3.attn, 3.mlp, final. r is what the norm
 divides a token by: the RMS, or LayerNorm's sigma. A sink is a token whose r is above --sink_multiple times
 the median at its site; the others are the ordinary tokens.

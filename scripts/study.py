@@ -29,7 +29,7 @@ values, or one --flag with commas between them. Beside it
 
 Names that are always there: {out}, for tables and figures, {runs} and {data}, and with --try {text}, a folder
 of this project's own text, of which {data}/toy is prepared. A run that fails stops neither its sweep nor the
-next step; any other ends the study. A word with a star that matches no path is said and left out.
+next step; any other ends the study. A starred word that matches no path is named and left out.
 """
 
 import glob

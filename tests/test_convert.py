@@ -161,7 +161,10 @@ def test_transformers_computes_and_generates_what_we_do(shape, change, saved, tm
 def test_what_else_may_stand_where_a_norm_was(shape, change, knobs, saved, tmp_path, code_cache):
     ours, idx = network(shape, change, **knobs), ids(2, 48)
     out = convert(saved(ours), "hf", tmp_path / f"{shape}_{change}_{len(knobs)}")
-    assert scale_of_difference(opened(out)(idx).logits, ours(idx)) <= EXACT
+    theirs = opened(out)
+    assert scale_of_difference(theirs(idx).logits, ours(idx)) <= EXACT
+    layers = {type(layer).__name__ for layer in getattr(theirs.base_model, "layers", ())}
+    assert layers <= set(theirs._no_split_modules)  # for device_map and FSDP
     assert scale_of_difference(open_network(str(out))(idx), ours(idx)) <= EXACT
 
 
@@ -488,6 +491,13 @@ def test_the_card_says_what_it_is(saved, tmp_path):
     words += ["| this export | float64 |", "nanonorm's README.md"]
     assert not [said for said in words if said not in card]
     assert str(tmp_path) not in card and facts(out)["base"] == base
+
+
+def test_a_card_says_of_norms_that_only_scale_what_they_are(saved, tmp_path):
+    """As a stock export has them, which reads as a network with all its norms."""
+    stock = convert(saved(network("llama", "all")), "stock", tmp_path / "stock")
+    card = (convert(stock, "hf", tmp_path / "again") / "README.md").read_text()
+    assert "Its norms are computed, and change nothing" in card and "as it was trained" not in card
 
 
 def test_an_export_is_compared_on_the_networks_own_text(corpus, tmp_path, monkeypatch):

@@ -64,6 +64,8 @@ def test_llama_cpp_agrees(name, tokenizer, tmp_path):
     read = GGUFReader(tmp_path / "model.gguf")
     assert read.get_field("general.architecture").contents() == arch and arch in done["how"]
     assert read.get_field("general.base_model.0.name").contents() == "someone/something"
+    assert read.get_field("general.name").contents() == "someone/something"
+    assert read.get_field("general.license") is None  # which nobody stated
     assert done["runs"].endswith("change nothing)") == (not name.endswith("with its norms"))
     assert {t.tensor_type.name for t in read.tensors} == {"F32"}
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

@@ -443,6 +443,17 @@ def test_dropout_in_training_mode_is_refused_unless_told():
     # also where an operation in place hides it
     report = find(net(lambda s, x: s.ln(s.drop(s.lin(x)).mul_(2)), drop=nn.Dropout(0.5)).eval(), X)
     assert report.folded == 1 and report.dropout == ["dropout in drop"]
+    for drop in (nn.Dropout(0.5, inplace=True), nn.Dropout1d(0.5), nn.AlphaDropout(0.5)):
+        report = find(net(lambda s, x: s.ln(s.drop(s.lin(x))), drop=drop).eval(), X)
+        assert report.folded == 1 and len(report.dropout) == 1, drop
+
+
+def test_what_code_holds_of_a_parameter_is_not_edited():
+    """A plain attribute, `tied = table.weight.detach()`, that an edit in place would change as well."""
+    model = randomize(net(lambda s, i: F.linear(s.ln(s.table(i)), s.tied))).eval()
+    model.tied = model.table.weight.detach()
+    report = find(model, IDS)
+    assert report.folded == 0 and "shares its memory with" in report.norms[0].reason
 
 
 def test_parameters_that_share_their_memory_are_not_edited():
@@ -539,6 +550,13 @@ def test_the_proof_looks_behind_fill_values_and_at_something():
         fold(model, X, report=wrong)
     with refuses("by inf"):
         fold(net(lambda s, x: s.ln(s.lin(x)) * math.nan), X)
+    added = net(lambda s, x: s.ln(s.lin(x)) - 1e10 * torch.arange(D).eq(D - 1), lin=nn.Linear(D, D))
+    with refuses("nothing was changed"):
+        fold(randomize(added), X, report=wrong)
+    right = net(lambda s, x: s.ln2(s.lin2(s.ln(s.lin(x)))) - 1e10 * torch.arange(D).eq(D - 1))
+    assert fold(randomize(right), X)[1].certified
+    with refuses("with a report untie is not read"):
+        fold(right, X, report=wrong, untie=True)
 
 
 def test_what_does_not_run_in_float64_is_proved_in_float32():

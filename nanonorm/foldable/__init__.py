@@ -106,6 +106,8 @@ def fold(
     Raises: BadInput if the proof fails (an error above TOLERANCE) or cannot be run (meta tensors, a model
     that does not run again); `model` is then untouched.
     """
+    if report is not None and (unread := options.keys() - {"assume_centered_ln"}):
+        raise BadInput(f"with a report {min(unread)} is not read: it is an option of find()")
     report = report or find(model, example_inputs, outputs=outputs, **options)
     if any(t.is_meta for t in model.parameters()):
         raise BadInput("a model on the meta device has no values to fold; use find(), which needs none")
@@ -333,8 +335,8 @@ def outputs_of(model: nn.Module, inputs, outputs: Callable | None) -> list[torch
 
 def relative_difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     """max |got - want| over max |want|, the worst of the outputs; infinite where only one of the two is
-    finite, or where no output has a finite number. Elements that are equal do not set the scale: a mask's
-    fill value, -1e38, would hide any error."""
+    finite, or where no output has a finite number. What would hide any error sets no scale but its own: a
+    mask's fill value, -1e38, in elements that are equal, or beyond a thousand times the median."""
     worst, compared = 0.0, not want
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape or not torch.equal(torch.isfinite(a), torch.isfinite(b)):
@@ -342,7 +344,10 @@ def relative_difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> fl
         a, b = a[torch.isfinite(a)].double(), b[torch.isfinite(b)].double()
         compared, moved = compared or a.numel() > 0, a != b
         if moved.any():
-            worst = max(worst, ((a - b).abs().max() / b[moved].abs().max().clamp(min=1e-300)).item())
+            error, size = (a - b)[moved].abs(), b[moved].abs().clamp(min=1e-300)
+            usual = size[size > 1e-300]
+            scale = size.max().clamp(max=1e3 * usual.median()) if len(usual) else size.max()
+            worst = max(worst, (error / size.clamp(min=scale)).max().item())
     return worst if compared else math.inf
 
 

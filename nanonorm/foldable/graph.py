@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Set, ValuesView
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nanonorm.errors import BadInput
-from nanonorm.foldable.rules import SHAPE_ONLY, Digit, State, arguments_of, is_node, op_name, shape_of
+from nanonorm.foldable.rules import SHAPE_ONLY, Digit, State, arguments_of, drops, is_node, op_name, shape_of
 
 CAST_OPERATORS = ("to", "_to_copy")
 
@@ -50,7 +50,7 @@ def tensors_in(x, seen: set | None = None) -> list[torch.Tensor]:
     inside = []
     if isinstance(x, Mapping):
         inside += x.values()
-    elif isinstance(x, list | tuple | Set | deque):
+    elif isinstance(x, list | tuple | Set | ValuesView | deque):
         inside += x
     slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
     inside += getattr(x, "__dict__", {}).values()
@@ -61,7 +61,7 @@ def tensors_in(x, seen: set | None = None) -> list[torch.Tensor]:
 
 def split_inputs(inputs) -> tuple[tuple, dict]:
     """A tensor, a tuple of positional arguments, or a dict of named ones -> (args, kwargs)."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
 
@@ -98,7 +98,7 @@ def capture(model: nn.Module, inputs, outputs: Callable | None) -> tuple:
             schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
             if not any(schema and schema.is_mutable for schema in schemas):
                 return program, hook_shapes, []
-            lost = [n for n in program.graph.nodes if op_name(n) == "dropout" and arguments_of(n)["p"] > 0]
+            lost = [node for node in program.graph.nodes if drops(node)]
             # this makes in-place operators functional, and removes dropouts that are idle
             return program.run_decompositions({}), hook_shapes, lost
     except Exception as e:
@@ -185,7 +185,7 @@ class Graph:
                 self.instances[path].add(instance)
         self.live = self.find_live()
         self.key_of = {}  # (placeholder, user) -> name of the source that the user reads
-        self.sources = self.find_sources()
+        self.sources = self.find_sources(program.constants)
         self.calls = self.find_calls()
         self.call_of = {node: call for call in self.calls for node in call.nodes}
 
@@ -235,8 +235,8 @@ class Graph:
 
     # ---- parameters
 
-    def find_sources(self) -> dict[str, Source]:
-        same, aliases = names_of(self.model), aliases_of(self.model)
+    def find_sources(self, constants: dict) -> dict[str, Source]:
+        same, aliases = names_of(self.model), aliases_of(self.model, constants)
         saved = {id(t) for t in self.model.state_dict(keep_vars=True).values()}
         users = defaultdict(list)
         for node, name in self.tensor_of.items():
@@ -350,12 +350,14 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def aliases_of(model: nn.Module) -> dict[int, str]:
-    """id of each parameter and buffer that shares memory with another one (`a.data = b.data`) -> the other's
-    name. An edit of one would be an edit of both, and neither the graph nor a copy of the model shows it."""
+def aliases_of(model: nn.Module, constants: dict) -> dict[int, str]:
+    """id of each parameter and buffer that shares memory with another one (`a.data = b.data`), or with a
+    tensor that code holds (`m.tied = a.detach()`) -> the other's name. An edit of one would be an edit of
+    both, and neither the graph nor a copy of the model shows it."""
     begun, found = {}, {}
-    names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
-    tensors = {id(t): t for t in (*model.buffers(), *model.parameters())}
+    held = [(name, t) for name, t in constants.items() if isinstance(t, torch.Tensor)]
+    named = (*held, *model.named_buffers(), *model.named_parameters())
+    names, tensors = {id(t): name for name, t in named}, {id(t): t for _, t in named}
     for key, t in sorted(tensors.items(), key=lambda item: item[1].storage_offset()):
         storage = t.untyped_storage()._cdata
         other, end = begun.get(storage, (None, 0))

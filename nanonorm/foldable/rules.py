@@ -163,7 +163,13 @@ def same_elements(node, a, d, spot, options):
     return [(node.args[0], d)]
 
 
-@rule("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
+def drops(node) -> bool:
+    """Whether a node drops something while the model trains."""
+    kinds = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    return op_name(node).removesuffix("_") in kinds and arguments_of(node)["p"] > 0
+
+
+@rule("dropout", "feature_dropout", "alpha_dropout")
 def drop(node, a, d, spot, options):
     if op_name(node) == "alpha_dropout" and a["train"]:
         raise Blocked("alpha dropout adds to its input")

@@ -22,6 +22,7 @@ from nanonorm.foldable.rules import (
     State,
     arguments_of,
     digit_at,
+    drops,
     is_node,
     locate,
     op_name,
@@ -394,7 +395,7 @@ class Search:
                     rows = locate(self.graph.shape(key), part.digit)
                     spot = spot._replace(rows=(rows.inner, rows.n, part.start, part.stop))
                 report.centre.setdefault(key, []).append(spot)
-            elif op_name(key) == "dropout" and arguments_of(key)["p"] > 0:
+            elif drops(key):
                 report.dropout.append(self.describe(key))
             if state in made and state in self.absorbed:
                 name, targets = self.absorbed[state]

@@ -50,8 +50,6 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
     rows, found, handles = torch.arange(len(idx)), [], []
 
     def see(first: bool, x):
-        if x.shape[:2] != idx.shape:  # a sink's own pass
-            return None
         if first:
             x = x.clone()
             x[rows, at] *= factor
@@ -61,8 +59,7 @@ def scales(model: Transformer, idx, at, layer: int, factor: float) -> torch.Tens
     for i, block in enumerate(model.blocks[layer:]):
 
         def before(module, args, first=i == 0):
-            x = see(first, args[0])
-            return None if x is None else (x, *args[1:])
+            return see(first, args[0]), *args[1:]
 
         handles.append(block.register_forward_pre_hook(before))
     try:
