@@ -322,9 +322,9 @@ def default_template(value) -> str | None:
 
 
 def render(template: str, name: str, reply: bool = True, **values) -> str:
-    """The text of a conversation in a chat template, up to where a reply begins, or all of it and no more, on
-    a day of its own: what is trained on does not depend on the clock. A template is a stranger's program: it
-    runs in a sandbox.
+    """The text of a conversation in a chat template, up to where a reply begins, or without `reply` all of it
+    and no more. That is text to train on, which must not depend on the clock: a template that asks for the
+    date gets a fixed one. A template is a stranger's program: it runs in a sandbox.
 
     Raises: BadInput for a template that fails, or refuses the messages.
     """

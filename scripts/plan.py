@@ -220,8 +220,8 @@ def parts_of(cfg: Plan, model: Transformer, module) -> list[Part]:
     own = [p for p in model.parameters() if id(p) not in of_teacher | learned]
     weights = "weights" if cfg.adapter == "none" else "adapters"
     # ranks that are not sharded add micro-batches up beside the buckets that the last one sends
-    twice = cfg.ranks > 1 and not cfg.shard and cfg.gradient_accumulation_steps > cfg.ranks
-    parts = [total(weights, learns, cfg), total("gradients", learns, cfg, 1 + twice)]
+    accumulates = cfg.ranks > 1 and not cfg.shard and cfg.gradient_accumulation_steps > cfg.ranks
+    parts = [total(weights, learns, cfg), total("gradients", learns, cfg, 2 if accumulates else 1)]
     averages = total("AdamW's averages", learns, cfg, 2)
     if cfg.optimizer == "adamw_8bit":
         averages = averages._replace(bytes=2 * sum(map(in_eight_bits, learns)))

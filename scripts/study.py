@@ -398,8 +398,9 @@ def main() -> int:
             os.environ["HF_HUB_OFFLINE"] = "1"
             fixed = {name: str(work / name) for name in ("runs", "data", "text")}
         fixed["out"] = str(Path(k.out).resolve()) if k.out else f"{fixed['runs']}/{names[0]}"
-        for path in (os.path.abspath(path) for name, path in fixed.items() if name != "data" or k.rehearse):
-            if glob.has_magic(path):  # beside a step's own star
+        named = [k.work, k.out]  # by the user, and read with a step's own star
+        for path in (os.path.abspath(path) for path in named if path):
+            if glob.has_magic(path):
                 raise BadInput(f"{path}: a study takes *, ? and [ for patterns; name another folder")
         if k.rehearse:
             toy_text(Path(fixed["text"]))

@@ -545,9 +545,7 @@ def test_buffers_of_ones_own_travel_in_their_type_or_not_at_all(variant, tmp_pat
     model.blocks[0].register_buffer("mine", torch.arange(3.0))
     for form in FORMS.values():
         assert form(model).blocks[0].mine.dtype == torch.float32
-    model.blocks[0].register_buffer("own", torch.arange(3.0), persistent=False)
-    with torch.device("meta"):
-        model.blocks[0].own = model.blocks[0].own.to("meta")
+    model.blocks[0].register_buffer("own", torch.arange(3.0, device="meta"), persistent=False)
     with refuses("no file holds the buffer own: register it with persistent=True"):
         model.fill_buffers()
 

@@ -29,6 +29,7 @@ OTHERWISE = {
     "dyt": REPLACED.format("DyT"),
     "derf": REPLACED.format("Derf"),
 }
+AS_TRAINED = "It is the network as it was trained: nothing is saved."
 SCALES = """Its norms are computed, and change nothing: beside an eps of this size no token's statistic
 counts, so each is a fixed scaling. A network without them was exported that way."""
 

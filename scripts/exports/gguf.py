@@ -28,7 +28,7 @@ from nanonorm.gguf import (
     names_of,
     turned_heads,
 )  # fmt: skip
-from scripts.exports import Job, spread
+from scripts.exports import AS_TRAINED, Job, spread
 from scripts.exports.stock import CENTRING, IDLE, plain
 
 NEEDS = ("gguf", "xllamacpp")
@@ -39,8 +39,6 @@ HOW = "`llama-cli -m model.gguf`, or any program that is built on llama.cpp; its
 LEFT_OUT = "\n\nGGUF has room for three end tokens. These end a text too, and are left out: {}."
 SAVES = """Nothing: where norms are gone llama.cpp still computes norms, which change nothing. What is faster
 without norms is the network itself: `--to=hf` or `--to=onnx`."""
-
-ALL = "It is the network with all its norms: nothing is saved."
 
 
 def architecture(c: ModelConfig) -> str:
@@ -223,6 +221,9 @@ def write(job: Job) -> dict:
     writer.close()
     error = proof(path, job, config["mlp"])
     how = HOW.format(arch) + (LEFT_OUT.format(", ".join(f"`{t}`" for t in left_out)) if left_out else "")
-    runs = f"llama.cpp and what is built on it{IDLE if config['norm_eps'] > 1 else ''}"
-    saves = CENTRING if job.model.config.norm == "cbwc" else SAVES if config["norm_eps"] > 1 else ALL
+    runs, saves = "llama.cpp and what is built on it", AS_TRAINED
+    if config["norm_eps"] > 1:
+        runs, saves = runs + IDLE, SAVES
+    elif job.model.config.norm == "cbwc":
+        saves = CENTRING
     return {"errors": {"float32": error}, "dtype": "float32", "runs": runs, "how": how, "saves": saves}

@@ -19,7 +19,7 @@ from nanonorm.errors import ModelError
 from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_theirs
 from nanonorm.files import ROOT
 from nanonorm.hub import TOKEN_IDS, write_weights
-from scripts.exports import Job, name_of, needed_transformers, prove
+from scripts.exports import AS_TRAINED, Job, name_of, needed_transformers, prove
 from scripts.exports.stock import HOW, plain, write_class
 
 NEEDS = ("transformers", "safetensors")
@@ -66,7 +66,7 @@ for part in bridge.modules():
         part.use_native_layernorm_autograd = True
 """
 SAVES = {
-    "none": "It is the network as it was trained: nothing is saved.",
+    "none": AS_TRAINED,
     "scales": "Nothing: norms that change nothing are still computed.",
     "all": "No norm is computed any more. On a GPU, or compiled, most of what that saves is launches: see"
     " results/speed.md of nanonorm.",

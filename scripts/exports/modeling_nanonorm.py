@@ -132,7 +132,7 @@ def exchange(model, config):
             new.apply(model._init_weights)
         if kind is not None:
             model.set_submodule(path, new)
-    # of a layer that is in no list device_map would put parts on several devices; FSDP looks for each
+    # device_map would split a layer whose class is not listed, and FSDP refuses a class that is not there
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, LlamaDecoderLayer)}
     model._no_split_modules = type(model._no_split_modules)(layers)
     if config.sink is not None:

@@ -57,9 +57,8 @@ def series(lines: list[dict], metric: str) -> dict[str, dict[int, float]]:
             named = name == metric or (metric.endswith(".") and name.startswith(metric))
             if named and value is not None:
                 if not is_number(value):
-                    raise BadInput(
-                        f"{name} at step {line['iter']} is {str(value)[:20]}, which no panel can show"
-                    )
+                    shown = str(value)[:20]
+                    raise BadInput(f"{name} at step {line['iter']} is {shown}, which no panel can show")
                 found.setdefault(name, {})[line["iter"]] = value
     return found
 
