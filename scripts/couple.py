@@ -41,7 +41,6 @@ from model import ModelConfig, RMSNorm, Transformer
 from nanonorm.cli import parse
 from nanonorm.divergence import Divergence, divergences
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.figures import Figures
 from nanonorm.files import phase_and_gates, write_file, write_json
 from nanonorm.machine import keep_freed_memory, pick_device
 from nanonorm.residual import watched
@@ -49,6 +48,7 @@ from nanonorm.run import given_weights
 from nanonorm.tables import markdown
 from nanonorm.typed import Count, Positive, Several, Whole
 from scripts.convert import whole_folder
+from scripts.studies.figures import Figures
 
 LINES = (("before attention", "#0072B2", "-"), ("before the MLP", "#D55E00", "--"))
 WITHIN = 0.1  # of the least KL, whose standard error on 2,048 tokens of text was 4 to 7% (SmolLM2-135M)

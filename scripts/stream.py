@@ -32,7 +32,6 @@ from data.tokenizer import Tokenizer, load_tokenizer  # not found? pip install -
 from model import Norm, Taper, Transformer, statistic
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.figures import Figures
 from nanonorm.files import folder_name
 from nanonorm.machine import pick_device
 from nanonorm.plots import COLOURS
@@ -41,6 +40,7 @@ from nanonorm.tables import table_of, write_csv
 from nanonorm.typed import Count, Range, Several, Whole
 from scripts.evaluate import Text, batches, checked, open_text, opened
 from scripts.exports.networks import Network
+from scripts.studies.figures import Figures
 
 EPS = 1e-5  # of GPT-2's LayerNorm; in place of an eps so large that the norm is a fixed scaling
 AT_ONCE = 2048  # tokens in one forward pass

@@ -5,8 +5,8 @@ import csv
 import pytest
 from running import metrics, refused, train
 
-from nanonorm.figures import Figures
 from scripts.studies.course import Knobs, groups_of, main, thinned
+from scripts.studies.figures import Figures
 
 pytest.importorskip("matplotlib")
 

@@ -18,9 +18,9 @@ from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
-from nanonorm.stats import T95, interval
 from scripts.studies import gaps
 from scripts.studies.runs import FinishedRun
+from scripts.studies.stats import T95, interval
 
 
 def run(norm: str, seed: int, loss: float, taper: str = "none", **knobs) -> FinishedRun:

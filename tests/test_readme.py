@@ -1,6 +1,8 @@
 """What README.md, the other pages beside it, config/README.md and docs/ tell a reader to type."""
 
+import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import itertools
@@ -8,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -173,10 +176,36 @@ def test_no_command_stands_where_it_is_not_read(page):
     assert not unread_commands(page.read_text())
 
 
-def test_the_python_of_the_pages_compiles():
+def test_the_python_of_the_pages_compiles_and_finds_what_it_takes_from_us():
+    ours = re.compile(r"(nanonorm|scripts|config|data|model|forms|begin|train|sample|bench)\b")
     for page in {*PAGES, *(ROOT / "results").rglob("*.md")}:
-        for code in blocks("python", page):
-            compile(code, page.name, "exec")
+        trees = [ast.parse(code, page.name) for code in blocks("python", page)]
+        for node in [node for tree in trees for node in ast.walk(tree)]:
+            if isinstance(node, ast.ImportFrom) and ours.match(node.module):
+                taken = importlib.import_module(node.module)
+                assert all(hasattr(taken, name.name) for name in node.names), (page, ast.unparse(node))
+
+
+DRAWN = {  # page -> the code that draws its figures again, from the CSV files beside them
+    page: code
+    for page in sorted(ROOT.glob("results/**/*.md"))
+    for code in blocks("python", page)
+    if "Figures(" in code
+}
+
+
+@pytest.mark.slow
+@on_each_of(DRAWN)
+def test_a_page_draws_its_figures_again(page, tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    said_by("-c", DRAWN[page], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    drawn = [path for path, written in before.items() if path.stat().st_mtime_ns != written]
+    assert drawn
+    for path in drawn:
+        old, new = (Image.open(p).convert("RGB") for p in (ROOT / path.relative_to(tmp_path), path))
+        assert old.size == new.size and old.tobytes() == new.tobytes(), path.name
 
 
 def commands_of(page: str, **instead) -> list[list[str]]:

@@ -20,11 +20,11 @@ from running import refused
 
 from config import Config
 from forms import export_files
-from nanonorm.figures import Figures, Panel
 from nanonorm.files import FORMAT
 from nanonorm.plots import smooth
 from scripts import report
 from scripts.studies import held_out, picture
+from scripts.studies.figures import Figures, Panel
 from scripts.studies.runs import PAPER_ROWS, Unusable, collect, load
 
 REPORT = "scripts/report.py"

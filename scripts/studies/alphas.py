@@ -23,13 +23,13 @@ from data import corpus_folder, open_corpus, refuse_other_tokens
 from data.sampling import spread_starts, windows
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, one_line_errors
-from nanonorm.figures import Figures
 from nanonorm.log import say
 from nanonorm.machine import keep_freed_memory
 from nanonorm.run import given_weights
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, Several, Some, Whole
 from scripts.couple import compare, coupled, measure, numbers_of, whole_rmsnorm
+from scripts.studies.figures import Figures
 
 STATISTIC = ("ratio, one", "ratio, each", "least squares, one", "least squares, each", "least squares, floor")
 KL = ("KL, one", "KL, each", "KL, floor")

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from nanonorm.cli import check_out
 from nanonorm.errors import BadInput
-from nanonorm.figures import CURVE_POINTS, Figures
 from nanonorm.log import is_number, read_log, say
 from nanonorm.plots import COLOURS
 from nanonorm.tables import write_csv
 from nanonorm.typed import Count
+from scripts.studies.figures import CURVE_POINTS, Figures
 
 # What a run on one device shows of itself, of which it may lack some
 USUAL = (

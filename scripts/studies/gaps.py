@@ -25,14 +25,13 @@ from statistics import fmean
 
 from config import Config
 from nanonorm.errors import BadInput
-from nanonorm.figures import LINE_OF, OTHER, Figures
 from nanonorm.files import atomic_write
 from nanonorm.knobs import is_read
 from nanonorm.log import thinned
 from nanonorm.plots import shades
-from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
 from nanonorm.typed import Count, Positive, check_text, hints
+from scripts.studies.figures import LINE_OF, OTHER, Figures
 from scripts.studies.runs import (
     MACHINE,
     PAPER_ROWS,
@@ -44,6 +43,7 @@ from scripts.studies.runs import (
     varying,
     versions_of,
 )
+from scripts.studies.stats import interval, relative, spread
 
 MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later

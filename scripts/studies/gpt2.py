@@ -15,11 +15,11 @@ import numpy as np
 
 from config import Config
 from nanonorm.errors import BadInput
-from nanonorm.figures import Figures, Panel, curve
 from nanonorm.schedules import drop_steps, gate_sites
-from nanonorm.stats import spread
 from nanonorm.tables import markdown
+from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.runs import FinishedRun, load, load_all, versions_of
+from scripts.studies.stats import spread
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
 SHAPE = ("n_layer", "n_embd", "n_head", "block_size")  # what is said of the network before

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from nanonorm.errors import BadInput
 from nanonorm.log import say
-from nanonorm.stats import differences, interval, spread
 from nanonorm.tables import markdown, report_folder, write_markdown
 from scripts.studies.runs import read_json
+from scripts.studies.stats import differences, interval, spread
 
 SEED = r"(?:^|/)seed(\d+)(?=/|$)"  # in a network's path
 # what pairs are compared in -> its key in a row of evaluate.py; a difference of gaps is one of losses

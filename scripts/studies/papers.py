@@ -19,10 +19,9 @@ import numpy as np
 
 from config import Config
 from nanonorm.errors import BadInput
-from nanonorm.figures import Figures, Panel, curve
 from nanonorm.knobs import is_read
-from nanonorm.stats import interval, relative, spread
 from nanonorm.tables import markdown, write_csv
+from scripts.studies.figures import Figures, Panel, curve
 from scripts.studies.runs import (
     AUX_WEIGHT,
     PAPER_ROWS,
@@ -36,6 +35,7 @@ from scripts.studies.runs import (
     varying,
     versions_of,
 )
+from scripts.studies.stats import interval, relative, spread
 
 TAPERS = ("baseline", "baseline_aux", "internal", "internal_aux", "final", "all", "all_aux")
 # a knob that it does not read is one of some variants alone

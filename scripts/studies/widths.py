@@ -12,9 +12,9 @@ from pathlib import Path
 
 from bench import FLOOR
 from nanonorm.errors import BadInput
-from nanonorm.figures import Figures
 from nanonorm.plots import COLOURS
 from nanonorm.tables import markdown, write_csv, write_markdown
+from scripts.studies.figures import Figures
 from scripts.studies.runs import check_speeds, read_json
 
 COLUMNS = ["mode", "n_embd", "runtime", "variant", "tok_s", "speedup", "speedup_q1", "speedup_q3", "work"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot, smooth
-from nanonorm.stats import interval
 from nanonorm.tables import report_folder, write_csv, write_markdown
+from scripts.studies.stats import interval
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
 LINE_OF = {
