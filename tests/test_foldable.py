@@ -114,6 +114,16 @@ class NormPlusOne(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
+class NormWithLimit(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x).clamp(-30, 30)
+
+
+class NormThatDrops(nn.LayerNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
 ONE, DOUBLING, READING, NARROW = nn.Linear(D, D), nn.LayerNorm(D), nn.LayerNorm(D), nn.LayerNorm(4)
 DOUBLING.register_forward_pre_hook(lambda module, args, kw: ((2 * args[0],), kw), with_kwargs=True)
 READING.register_forward_hook(lambda module, args, out: out + args[0])
@@ -238,6 +248,9 @@ REFUSED = {
     "a stream in a dict of one's own": row(lambda s, x: (lambda h: (s.ln(h), NAMED(h=h)))(s.lin(x))),
     "a stream in slots": row(lambda s, x: (lambda h: (s.ln(h), Slot(h)))(s.lin(x))),
     "a stream ten objects deep": row(lambda s, x: (lambda h: (s.ln(h), deep(h)))(s.lin(x))),
+    "a stream that a generator yields": row(lambda s, x: (lambda h: (s.ln(h), (t for t in [h])))(s.lin(x))),
+    "a norm with a limit": row(lambda s, x: s.ln(s.lin(x)), ln=NormWithLimit(D)),
+    "a norm with dropout": row(lambda s, x: s.ln(s.lin(x)), ln=NormThatDrops(D)),
     "a part of a detached stream": row(lambda s, x: (lambda h: (s.ln(h), h.detach()[:, :1]))(s.lin(x))),
     "a mean": row(lambda s, x: (lambda h: (s.ln(h), h.mean(-1)))(s.lin(x))),
     "a softmax over the tokens": row(lambda s, x: (lambda h: (s.ln(h), h.softmax(1)))(s.lin(x))),
@@ -403,11 +416,13 @@ def test_where_an_operation_is_inserted(place):
     assert str(check(*INSERTED[place], ops=1).ops[0]) == place
 
 
-def test_operations_at_named_inputs():
+@pytest.mark.parametrize(("inputs", "place"), [({"h": X.double()}, "h"), (X.double(), "0")])
+def test_operations_at_inputs_given_by_name_or_position(inputs, place):
     model = randomize(net(lambda s, h=None: block(s, h))).eval().double()
-    new, report = fold(model, {"h": X.double()})
-    assert report.folded == 2 and str(report.ops[0]) == "model input h"
+    new, report = fold(model, inputs)
+    assert report.folded == 2 and str(report.ops[0]) == f"model input {place}"
     assert difference(new(h=X.double()), model(h=X.double())) < 1e-12
+    assert difference(new(X.double()), model(X.double())) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ the example did. What the example does not run (a returned hidden state, another
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import math
 import time
@@ -202,10 +203,15 @@ def centre_output(module, args, output, *, spot: Spot):
 
 
 def centre_input(module, args, kwargs, *, spot: Spot, key: int | str | None = None):
-    """Forward pre-hook: centre argument `key`, or the first tensor among the arguments."""
+    """Forward pre-hook: centre argument `key`, given by position or by name, or the first tensor among the
+    arguments."""
     args, kwargs = list(args), dict(kwargs)
     if key is None:
         key = next(k for k, _ in (first_tensor(args), first_tensor(kwargs)) if k is not None)
+    elif isinstance(key, int) and key >= len(args):
+        key = list(inspect.signature(module.forward).parameters)[key]
+    elif isinstance(key, str) and key not in kwargs:
+        key = list(inspect.signature(module.forward).parameters).index(key)
     arguments = args if isinstance(key, int) else kwargs
     arguments[key] = centred(arguments[key], spot)
     return tuple(args), kwargs

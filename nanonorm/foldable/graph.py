@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Set, ValuesView
+from collections.abc import Callable, Generator, Mapping, Set, ValuesView
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -23,6 +23,12 @@ from nanonorm.errors import BadInput
 from nanonorm.foldable.rules import SHAPE_ONLY, Digit, State, arguments_of, drops, is_node, op_name, shape_of
 
 CAST_OPERATORS = ("to", "_to_copy")
+OF_A_NORM = {  # what a LayerNorm written by hand is made of; a clamp or a dropout in it would be lost
+    *("layer_norm", "mean", "sum", "sub", "rsub", "neg", "pow", "square", "var", "var_mean", "std", "norm"),
+    *("linalg_vector_norm", "sqrt", "rsqrt", "reciprocal", "div", "mul", "add", "addcmul", "getitem"),
+    *("clone", "contiguous", "alias", "detach", "expand", "unsqueeze", "squeeze", "view", "reshape"),
+    *("flatten", "unflatten", "permute", "transpose", "movedim", *CAST_OPERATORS, *SHAPE_ONLY),
+}
 
 # ---------------------------------------------------------------------------------------------------------
 # capture
@@ -50,7 +56,7 @@ def tensors_in(x, seen: set | None = None) -> list[torch.Tensor]:
     inside = []
     if isinstance(x, Mapping):
         inside += x.values()
-    elif isinstance(x, list | tuple | Set | ValuesView | deque):
+    elif isinstance(x, list | tuple | Set | ValuesView | deque | Generator | map | zip):
         inside += x
     slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
     inside += getattr(x, "__dict__", {}).values()
@@ -293,7 +299,7 @@ class Graph:
 
     def written_out_calls(self, path: str, module: nn.Module) -> list[NormCall]:
         """The calls of a LayerNorm written in elementary operators, recognised by what it computes."""
-        replace = probe(module, epsilon(module))
+        replace = self.judged(path, module, epsilon(module))
         if not replace or replace[0] != -1:
             return []
         calls = []
@@ -306,6 +312,11 @@ class Graph:
             if len(outside) == 1:
                 calls.append(NormCall(path, nodes, outside.pop(), Digit(1, replace[1]), True, replace))
         return calls
+
+    def judged(self, path: str, module: nn.Module, eps: float | None) -> tuple | None:
+        """What rms_norm_over() takes in place of a module of unknown code; None if it is no LayerNorm."""
+        used = {op_name(n).removesuffix("_") for n in self.nodes_of(path) if n.op == "call_function"}
+        return probe(module, eps) if used <= OF_A_NORM else None
 
     def operator_call(self, node) -> NormCall:
         """The call of a layer_norm or group_norm operator, and its module if that does nothing else."""
@@ -320,7 +331,7 @@ class Graph:
             elif is_plain_layer_norm(module):
                 replace = (-1, d.n, 1, a["eps"])
             elif path and is_norm_by_name(module):
-                replace, reason = probe(module, a["eps"]), "does more than a LayerNorm"
+                replace, reason = self.judged(path, module, a["eps"]), "does more than a LayerNorm"
         else:
             d = Digit(1 if len(shape) == 2 else 0, shape[1] // a["num_groups"])
             if len(shape) > 2:
