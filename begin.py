@@ -94,6 +94,7 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
         return begun_from(start.file, config, start.given)
     model = from_file(start.file, start.source)
+    config = skeleton(config, start.source, trains=True).config  # without what only begun weights had
     if model.config != config or not is_text_of(corpus, model.meta.get("corpus", {})):
         began = f"is not the corpus that the run in {cfg.out_dir} began with"
         raise BadInput(f"{data_folder} {began}; restore it, or start anew in another out_dir")

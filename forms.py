@@ -26,6 +26,7 @@ from model import (
     Variant,
     rope_tables,
 )
+from nanonorm.adapters import refuse_unmerged
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import check_state, phase_and_gates, read_file
 from nanonorm.knobs import changed
@@ -57,10 +58,8 @@ def with_factor(table: nn.Embedding, factor) -> nn.Embedding:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# folding: everything linear that stands before a matrix product moves into the matrix
-#
-# A model is changed and proved part by part, a part being a block, or the final norm with some rows of the
-# output head. So float64 never holds more than one of them, however large the model is.
+# folding: everything linear that stands before a matrix product moves into the matrix, part by part (a block,
+# or the final norm with some rows of the head), so that float64 never holds more than one of them
 
 
 def absorb(norm: nn.Module, linear: nn.Linear, gains: bool, rows=None) -> nn.Module:
@@ -201,7 +200,8 @@ def fold(model: Transformer, gains: bool = False) -> Transformer:
     """A plain model with the same logits: tapered norms at g = 0 are gone, CBWC's weights are centred for
     good, CoupledNorm keeps one bare statistic a block. `gains` moves the gains and shifts of the norms that
     stay into the layers that read them as well. A tied head that changes is untied. `model` itself is left
-    alone, and shares the tensors that the fold does not change."""
+    alone, and shares the tensors that the fold does not change; hooks on its norms do not come along."""
+    refuse_unmerged(model.blocks)
     return transformed(model, "weightless" if gains else "folded")
 
 
@@ -236,7 +236,7 @@ FOLD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2,
 @torch.no_grad()
 def first_stream(model: Transformer, idx, dtype: torch.dtype, form: str = "trained"):
     """What `model`, its tables brought to `form`, embeds idx (B, T) as, computed in `dtype`. (B, T, D)"""
-    positions = torch.arange(idx.shape[1]) + model.config.ahead
+    positions = torch.arange(idx.shape[1], device=idx.device) + model.config.ahead
     x, tables = 0, ((model.tok_emb, idx, model.emb_scale), (model.pos_emb, positions, None))
     for table, ids, factor in tables:
         if table is not None:
@@ -245,7 +245,7 @@ def first_stream(model: Transformer, idx, dtype: torch.dtype, form: str = "train
                 small, factor = with_factor(small, factor), None
             if form not in ("trained", "unfused") and isinstance(small, CentredEmbedding):
                 small = uncentred(small)
-            found = small(torch.arange(ids.numel())).view(*ids.shape, -1)
+            found = small(torch.arange(ids.numel(), device=idx.device)).view(*ids.shape, -1)
             x = x + (found if factor is None else found * factor.to(dtype))
     return x
 
@@ -308,7 +308,7 @@ def load_model(path, device="cpu") -> Transformer:
 def from_file(file: dict, path="file") -> Transformer:
     """The same from what read_file(path) returned; the tensors are the file's own, not copies."""
     config, (phase, gates) = config_of(file, path), phase_and_gates(file, path)
-    model = skeleton(config, path, trains="run" in file)
+    model = skeleton(config, path, trains="run" in file or "anchor.ema_count" in file["state"])
     check_state(file["state"], model.state_dict(), path)
     if len(gates) not in (1, len(model.gate)):
         raise ModelError(f"{path} does not fit its config: {len(gates)} gates in place of {len(model.gate)}")
@@ -317,7 +317,7 @@ def from_file(file: dict, path="file") -> Transformer:
     model.rope = rope_tables(config, "cpu")
     model.meta = file["meta"]
     model.bind_gates()
-    model.gate.copy_(torch.tensor(gates))
+    model.gate.copy_(torch.tensor(gates, device="cpu"))
     model.set_phase(phase)
     return model.eval()
 
@@ -332,7 +332,7 @@ def begun_as(base: ModelConfig, phase: str, gates: list[float], where: str) -> M
     if max(gates) > 0:
         middle = f"is in the middle of its taper (gates up to {max(gates):.2g})"
         raise BadInput(f"{where} {middle}; start from weights from before or after it")
-    return replace(base, form="unfused", **IN_TRAINING)
+    return replace(changed(base, **IN_TRAINING), form="unfused")
 
 
 def config_of(file: dict, path) -> ModelConfig:

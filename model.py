@@ -825,7 +825,7 @@ class Transformer(Tracked, Sunk, nn.Module):
         self.scale = statistic(c).scale  # s(h) of the anchor and the log, (B, T, D) -> (B, T, 1)
         self.anchor = ANCHORS[c.anchor_target](statistic(c), c) if c.aux_weight > 0 else None
         # the schedule's, the host's to set; without a taper one that nobody reads
-        self.register_buffer("gate", torch.ones(max(1, len(self.gate_sites()))), persistent=False)
+        self.register_buffer("gate", upcast(torch.ones(max(1, len(self.gate_sites())))), persistent=False)
         self.bind_gates()
         self.rope = rope_tables(c, self.gate.device)
         initialize(self)

@@ -27,6 +27,17 @@ def adapted(network: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in network.named_modules() if hasattr(m, "lora_A")}
 
 
+def refuse_unmerged(blocks: nn.ModuleList):
+    """Raises: ModelError for a layer behind a norm whose weight is computed from others, as by an adapter, a
+    parametrization or pruning: nothing can be folded into it."""
+    for i, block in enumerate(blocks):
+        for part, layer in (("attn", block.attn.qkv), ("mlp", block.mlp.reader)):
+            plain = type(layer) is nn.Linear or hasattr(layer, "centred")
+            if not plain or "weight" not in layer._parameters:
+                cannot = f"cannot fold into block {i}'s {part}, a {type(layer).__name__} that is not plain"
+                raise ModelError(f"{cannot}; merge adapters, remove parametrizations, make pruning permanent")
+
+
 def learning(network: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter, of those that learn: the adapters, or without any all."""
     named = dict(network.named_parameters())

@@ -174,12 +174,12 @@ def gated(mlp, x, inverse=None):
     """SwiGLU.activation without a gradient, as two products: one of both writes the rows of each 2 F numbers
     apart, and reading them so costs more than it saves. (B, T, D) [, (B, T, 1)] -> (B, T, F)"""
     layer = mlp.gate_up
+    if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
+        return NotImplemented  # it may carry an adapter
     if x.numel() < GATED_TOKENS * x.shape[-1] or layer.weight.numel() < GATED_SIZE:
         return NotImplemented
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return NotImplemented
-    if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
-        return NotImplemented  # it may carry an adapter
     of_opening, of_up = layer.weight.chunk(2)
     up = F.linear(x, of_up)
     opening = F.linear(x, of_opening)  # written last, and read first

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from nanonorm.errors import ModelError
+from nanonorm.kernels import upcast
 
 PHASES = ("norm", "blend", "scale")  # of a taper: its gate at 1, on its way, at 0
 
@@ -49,6 +50,10 @@ class Tracker(nn.Module):
         for name in ("sums", "last"):
             size = len(self.quantities) + len(self.shown) + 2
             self.register_buffer(name, torch.zeros(size), persistent=False)
+
+    def register_buffer(self, name, tensor, persistent=True):
+        """Statistics are in float32 or better, whatever torch's default type is."""
+        super().register_buffer(name, upcast(tensor), persistent)
 
     def _apply(self, fn, recurse=True):
         before = dict(self._buffers)
@@ -363,7 +368,9 @@ def drop_held(part: nn.Module):
     for norm in [m for m in part.modules() if {"site", "ceiling"} & m._modules.keys()]:
         for name in {"site", "ceiling"} & norm._modules.keys():
             delattr(norm, name)
-        norm._forward_pre_hooks.clear()
+        for key, hook in [*norm._forward_pre_hooks.items()]:
+            if isinstance(getattr(hook, "__self__", None), SiteLoss | Ceiling):
+                del norm._forward_pre_hooks[key]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from model import ModelConfig, Transformer
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput, ModelError, exit_on_signals, needed, one_line_errors
 from nanonorm.files import ROOT, json_object, sync, sync_folder, writing
-from nanonorm.knobs import off
+from nanonorm.knobs import changed, off
 from nanonorm.log import say
 from nanonorm.run import checkpoint_step, open_model
+from nanonorm.scale import drop_held
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, prove
 from scripts.exports.hf import form_for
@@ -124,8 +125,9 @@ def real_text(tokenizer: Tokenizer, longest: int, own: str | None) -> tuple[torc
 
 def in_form(model: Transformer, form: str, idx: torch.Tensor) -> tuple[Transformer, dict[str, float]]:
     """(the model in the form that is exported, the errors of the fold). Raises: ModelError."""
-    model.anchor = None  # of training alone
-    c = model.config = replace(model.config, **off(ModelConfig, "aux_weight"))
+    model.anchor = None  # of training alone, as site losses are
+    drop_held(model)
+    c = model.config = changed(model.config, **off(ModelConfig, "aux_weight"), site_weight=0.0)
     if c.form in ("folded", "weightless"):
         further = c.form != form == "weightless"
         return proved(model, form, idx) if further else (model, model.meta.get("fold_error", {}))

@@ -520,6 +520,13 @@ def test_an_export_is_compared_on_the_networks_own_text(corpus, tmp_path, monkey
     assert text == "nanonorm's README.md" and ids.shape == (2, 48)
 
 
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_what_a_run_with_a_site_loss_has_saved_is_exported(to, saved, tmp_path):
+    """Its checkpoint holds statistics that the export has no place for."""
+    path = saved(Transformer(ModelConfig(**SIZE, **SHAPES["llama"], site_weight=1.0)))
+    assert list(convert(path, to, tmp_path / "out").iterdir())
+
+
 def test_a_file_in_half_precision_is_exported(saved, tmp_path):
     """As scripts/couple.py writes one for a checkpoint in float16."""
     out = convert(saved(network("llama", "coupled", torch.float16)), "hf", tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils import parametrizations, prune
 
 from forms import FOLD_TOLERANCE, FORMS, absorb, export_files, fold, fold_error, proved, unfuse
 from model import CentredEmbedding, CentredLinear, Identity, LayerNorm, RMSNorm, Scale, Taper
@@ -283,3 +285,14 @@ def test_export_refuses_weights_that_are_not_finite(variant, value):
     for form in TRANSFORMED:
         with refuses("logits are not finite, or all 0, in float64; not exported"):
             proved(model, form, idx)
+
+
+PRUNED = partial(prune.l1_unstructured, name="weight", amount=1)
+
+
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, PRUNED, nn.Sequential])
+def test_a_layer_whose_weight_is_computed_is_refused(change):
+    model = tiny("rmsnorm-all-aux")
+    model.blocks[1].attn.qkv = change(model.blocks[1].attn.qkv)
+    with refuses("cannot fold into block 1's attn"):
+        fold(model)

@@ -15,7 +15,7 @@ from test_hub import made
 from begin import begun_from
 from config import Config
 from data.tokenizer import load_tokenizer
-from forms import fold, load_model
+from forms import begun_as, fold, from_file, load_model
 from model import ModelConfig, Transformer
 from nanonorm.files import write_file
 from nanonorm.hub import read_pretrained
@@ -280,6 +280,32 @@ def test_a_floor_is_not_left_out():
     model = Transformer(ModelConfig(**SMALL, norm="coupled", coupled_floor=True))
     with refuses("floored.pt has blocks.0.floor, for which coupled_floor=False and", "leave them out"):
         begun_from(model.to_file({}), replace(model.config, coupled_floor=False), "floored.pt")
+
+
+def test_a_child_of_a_taper_with_a_factor_on_its_table_is_resumed(corpus, tmp_path):
+    """The file's settings have the factor still, its weights have it in the table."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    train(*flags(a, corpus, **TWO_STEPS, taper="internal", emb_scale=2.0))
+    argv = begun(b, corpus, a, taper="none")
+    train(*argv)
+    before = load_model(b / "unfused.pt").state_dict()
+    (b / "unfused.pt").unlink()
+    train("--init_from=resume", f"--out_dir={b}")
+    assert all(torch.equal(t, before[name]) for name, t in load_model(b / "unfused.pt").state_dict().items())
+
+
+def test_a_site_loss_is_no_part_of_what_begins_from_it():
+    """Nor is what said where it held, which nothing else reads in a taper of the final norm."""
+    base = ModelConfig(**SMALL | {"n_layer": 2}, taper="final", site_weight=1.0, taper_from_layer=1)
+    new = begun_as(base, "scale", [0.0], "x.pt")
+    assert (new.form, new.site_weight, new.taper_from_layer) == ("unfused", 0.0, 0)
+
+
+def test_an_anchor_beside_a_fold_is_saved_with_it():
+    file = fold(Transformer(ModelConfig(**SMALL, norm="coupled"))).to_file({})
+    anchored = replace(ModelConfig(**SMALL, norm="coupled", aux_weight=0.1), form="folded")
+    model = begun_from(file, anchored, "x.pt")
+    assert model.anchor is not None and from_file(model.to_file({}), "x.pt").anchor is not None
 
 
 def test_a_taper_named_none_is_no_contradiction(norm_free, corpus, tmp_path):

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from conftest import (
     batch,
@@ -236,3 +237,13 @@ def test_large_logits_are_never_whole_elsewhere(whole, monkeypatch):
         model(x, x).total.backward()
     assert max(sizes) == (48 if whole else 8) * 61
     assert model.tok_emb.weight.grad.shape == (61, 24)
+
+
+@pytest.mark.parametrize("variant", ["rmsnorm", "coupled"])
+def test_a_layer_that_wraps_gate_up_is_called(variant):
+    model, (idx, _) = tiny(variant).eval(), batch()
+    with torch.no_grad():
+        logits = model(idx)
+        for block in model.blocks:
+            block.mlp.gate_up = nn.Sequential(block.mlp.gate_up)
+        assert torch.equal(model(idx), logits)

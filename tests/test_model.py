@@ -382,6 +382,15 @@ def test_statistics_and_gates_stay_wide_in_a_network_of_16_bits():
     assert narrow.norm_final.gate.data_ptr() == narrow.gate[-1].data_ptr()
 
 
+def test_statistics_and_gates_are_wide_where_the_default_type_is_narrow():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Transformer(tiny_config("rmsnorm-all-aux", site_weight=1.0, taper_ceiling=3.0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
 def test_gates_of_a_pickled_network_are_its_own():
     """Plain pickle, as joblib and Ray have it: each tensor gets memory of its own there."""
     model = pickle.loads(pickle.dumps(tiny("layernorm-all", phase="blend")))  # noqa: S301
