@@ -155,7 +155,10 @@ def test_a_prompt_without_ids_is_refused(prompts):
         tiny().generate(prompts, 3)
 
 
-def test_to_compile_without_a_cache_is_refused():
+def test_to_draw_nothing_and_to_compile_without_a_cache_are_refused():
+    for nothing in ({"top_k": 0}, {"top_p": 0.0}):
+        with refuses("leave no token to draw"):
+            tiny().generate([[1]], 1, **nothing)
     with refuses("compile=True needs the cache"):
         tiny().generate([[1]], 3, use_cache=False, compile=True)
 

@@ -4,6 +4,7 @@ import-linter and grimp take packages only, and model, begin, train, sample and 
 """
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 from nanonorm.files import ROOT
@@ -67,6 +68,13 @@ def test_nobody_imports_upward():
     breaches = {path: forbidden(path, text) for path, text in sources().items()}
     assert forbidden("model.py", "def f():\n    from data.sampling import windows")
     assert len(breaches) > 40 and not {path: names for path, names in breaches.items() if names}
+
+
+def test_no_room_is_most_of_the_house():
+    lines = Counter()
+    for path, text in sources().items():
+        lines[Path(path).parts[0] if "/" in path else "the top level"] += text.count("\n")
+    assert len(lines) == 5 and max(lines.values()) <= 0.38 * lines.total()
 
 
 def test_no_function_needs_scrolling():
