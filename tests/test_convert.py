@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -214,6 +216,23 @@ def test_what_else_a_model_of_transformers_can_do(shape, change, saved, tmp_path
         transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
     with refuses("export with code of its own, which evaluate.py alone reads; name the run it was made of"):
         open_model(out)
+
+
+def test_threads_do_not_take_each_others_statistics(saved, tmp_path, code_cache):
+    model = opened(convert(saved(network("llama", "coupled")), "hf", tmp_path / "out"))
+    texts = [ids(2, 12, seed=seed) for seed in range(3)]
+    with torch.no_grad():
+        alone = [model(idx).logits for idx in texts]
+    off, start = [], threading.Barrier(3)
+
+    def run(idx, logits):
+        start.wait()
+        with torch.no_grad():
+            off.extend(not torch.equal(model(idx).logits, logits) for _ in range(100))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, texts, alone))  # raises what a thread raised
+    assert len(off) == 300 and not any(off)
 
 
 @pytest.mark.parametrize("shape, change", [("llama", "all"), ("gpt2", "internal"), ("ours", "coupled")])

@@ -5,6 +5,8 @@ attention sees in front of every text the keys and values of one more token, at 
 constants. Written by nanonorm; trust_remote_code=True loads it.
 """
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -45,12 +47,14 @@ class Derf(DyT):
 NORMS = {"Identity": nn.Identity, "RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm, "DyT": DyT, "Derf": Derf}
 
 
+HANDED = threading.local()  # .over: what this thread's layer hands to its norms, the second one's first
+
+
 class Handed(nn.Module):
-    """x times what the layer has just handed over."""
+    """x times what the layer has handed over."""
 
     def forward(self, x):
-        inverse, self.inverse = self.inverse, None
-        return x * inverse.to(x.dtype)
+        return x * HANDED.over.pop().to(x.dtype)
 
 
 class CoupledLayer(LlamaDecoderLayer):
@@ -69,11 +73,10 @@ class CoupledLayer(LlamaDecoderLayer):
     def forward(self, hidden_states, *args, **kwargs):
         wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        self.input_layernorm.inverse, second = inverse, self.post_attention_layernorm
-        inverse = inverse if self.through else inverse.detach()
-        if second.floor is not None:
-            inverse = (inverse.pow(-2) + second.floor.clamp_min(0)).rsqrt()
-        second.inverse = inverse
+        second, floor = inverse if self.through else inverse.detach(), self.post_attention_layernorm.floor
+        if floor is not None:
+            second = (second.pow(-2) + floor.clamp_min(0)).rsqrt()
+        HANDED.over = [second, inverse]
         return super().forward(hidden_states, *args, **kwargs)
 
 
@@ -96,6 +99,18 @@ def one_later(module, args, kwargs):
     return (*before, positions + 1), {}
 
 
+def refuse_other(attention: str):
+    """Raises: ValueError for attention that would not read the sink."""
+    if attention != SINK:
+        why = "would leave out the sink of this network; it runs with sdpa alone"
+        raise ValueError(f"attn_implementation={attention} {why}")
+
+
+def before_attention(module, args):
+    """A forward pre-hook: what it runs by may have been changed in its config."""
+    refuse_other(module.config._attn_implementation)
+
+
 SINK = "nanonorm_sink"
 ALL_ATTENTION_FUNCTIONS.register(SINK, behind_sink)
 ALL_MASK_ATTENTION_FUNCTIONS.register(SINK, sdpa_mask)
@@ -103,16 +118,18 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SINK, sdpa_mask)
 
 def add_sink(model, config):
     """Give the modules of a Llama a sink. Raises: ValueError where other attention is asked for."""
-    if config._attn_implementation not in (None, "sdpa", SINK):
-        asked = f"attn_implementation={config._attn_implementation}"
-        raise ValueError(f"{asked} would leave out the sink of this network; it runs with sdpa alone")
-    config._attn_implementation = SINK
+    if config._attn_implementation in (None, "sdpa"):
+        config._attn_implementation = SINK
+    refuse_other(config._attn_implementation)
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
-        for which in ("sink_k", "sink_v") if name in ("self_attn", "attn") else ():
-            module.register_buffer(which, torch.zeros(1, *config.sink))
+        if name in ("self_attn", "attn"):
+            module.register_buffer("sink_k", torch.zeros(1, *config.sink))
+            module.register_buffer("sink_v", torch.zeros(1, *config.sink))
+            module.register_forward_pre_hook(before_attention)
         if name == "wpe":  # which has a row for the sink's position as well
             module = nn.Embedding(1 + module.num_embeddings, module.embedding_dim)
+            module.apply(model._init_weights)
             model.set_submodule(path, module)
         if name in ("rotary_emb", "wpe"):
             module.register_forward_pre_hook(one_later, with_kwargs=True)
@@ -141,8 +158,9 @@ def exchange(model, config):
 
 class Sunk:
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
-        if self.config.sink is not None and attn_implementation != SINK:
-            raise ValueError(f"{attn_implementation} would leave out the sink of this network")
+        if self.config.sink is not None:
+            attn_implementation = SINK if attn_implementation == "sdpa" else attn_implementation
+            refuse_other(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
 

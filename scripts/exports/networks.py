@@ -89,7 +89,8 @@ def read_export(folder: Path) -> dict:
         config = ModelConfig(**facts["network"])
     except (OSError, ValueError, LookupError, TypeError) as e:
         said = f"{folder}/nanonorm.json, which says what the network is, cannot be read"
-        raise BadFile(f"{said} ({str(e)[:100]}); export it again") from None
+        mend = "export it again, or copy that of the export which it was trained from"
+        raise BadFile(f"{said} ({str(e)[:100]}); {mend}") from None
     name, twin = nearest(config)
     tensors, state = hub.tensors_in(folder, FAMILIES[name].prefix), {}
     for tensor, parts in names_for(FAMILIES[name], twin, skeleton(config, folder).state_dict()).items():
