@@ -423,13 +423,23 @@ def is_text_of(corpus: dict, recorded: dict) -> bool:
     return all(was.get(k) == corpus[k] for k in ("tokenizer_sha256", *texts))
 
 
+def corpus_beside(path: Path) -> dict:
+    """What an export of ours in a format of others says of its corpus in the nanonorm.json beside it."""
+    try:
+        facts = json_object(((path if path.is_dir() else path.parent) / "nanonorm.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return facts.get("corpus") or {}
+
+
 def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Path):
     """Check that the corpus in `folder` is in the tokens that the model in `weights` was trained with: those
-    that its file has recorded, else those of the tokenizer beside it, which may be another file with the same
-    ids. Without one it says so on stderr. corpus: what meta.json holds.
+    that its file has recorded, or of an export the manifest beside it, else those of its tokenizer, which may
+    be another file with the same ids. Without one it says so on stderr. corpus: what meta.json holds.
 
     Raises: BadInput.
     """
+    recorded = recorded or corpus_beside(weights)
     named, wanted = recorded.get("tokenizer_sha256"), corpus["tokenizer_sha256"]
     home = home_of(weights)
     brings = home.is_file() or any((home / name).is_file() for name in (*TOKENIZER_FILES[:2], "vocab.json"))

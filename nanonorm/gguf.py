@@ -257,6 +257,8 @@ def settings(said: dict, tensors: dict, arch: str, path: Path) -> tuple[str, dic
     if name == "GPT2LMHeadModel":  # a file says nothing of dropout
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     ours = to_ours(config, family, path)
+    if arch == "gpt2" and found["n_kv_head"] is not None:  # which its class in transformers has no place for
+        ours["n_kv_head"] = found["n_kv_head"]
     for key, value in own.items():
         same = key in SAY_NOTHING or (key in keys and ours.get(keys[key]) == value)
         if not same:

@@ -93,9 +93,9 @@ class Text:
 
     def bits_per_byte(self, ce: float, T: int) -> float | None:
         """By the bytes a token of the whole split, which the blocks of T leave a little of out. A window of
-        data/windows.py begins with a token that has no bytes and is never a target."""
+        data/windows.py begins with a token without bytes, which is no target where a block begins with it."""
         m = self.manifest
-        first = m.val_tokens / T if m.block_size == T else 0
+        first = m.val_tokens / math.lcm(T, m.block_size) if m.block_size else 0
         return None if m.val_bytes is None else ce * (m.val_tokens - first) / math.log(2) / m.val_bytes
 
 

@@ -18,6 +18,7 @@ import torch
 from conftest import randomize, refuses, same_state, scale_of_difference, slow, state_of
 from running import ROOT, exit_status, refused, train
 
+from data import refuse_other_tokens
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import from_sentencepiece
 from forms import fold, from_file, unfuse
@@ -544,6 +545,18 @@ def test_what_a_run_with_a_site_loss_has_saved_is_exported(to, saved, tmp_path):
     """Its checkpoint holds statistics that the export has no place for."""
     path = saved(Transformer(ModelConfig(**SIZE, **SHAPES["llama"], site_weight=1.0)))
     assert list(convert(path, to, tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("to", ["stock", "gguf"])
+def test_what_a_run_has_exported_is_in_the_tokens_of_its_corpus(to, saved, corpus, tmp_path):
+    """Though its tokenizer is written in another format beside it; its manifest says which it was."""
+    meta = json.loads((corpus / "meta.json").read_text())
+    named = {name: meta[name] for name in ("source", "tokenizer_sha256")}
+    out = convert(saved(network("llama", "all"), corpus=named), to, tmp_path / "out")
+    weights = out / "model.gguf" if to == "gguf" else out
+    refuse_other_tokens(meta, corpus, {}, weights)
+    with refuses("is not in the tokens of"):
+        refuse_other_tokens(meta | {"tokenizer_sha256": "0"}, corpus, {}, weights)
 
 
 def test_a_file_in_half_precision_is_exported(saved, tmp_path):

@@ -28,6 +28,7 @@ NETWORKS = {  # name -> (variant, knobs, llama.cpp's architecture)
     "layernorm": ("layernorm-all-nobias", {}, "llama"),
     "half precision": ("rmsnorm-all-aux", dict(dtype=torch.bfloat16), "llama"),  # goes in as float32
     "gpt 2": ("layernorm-all", GPT2, "gpt2"),
+    "gpt 2 of shared keys": ("layernorm-all", {**GPT2, "n_kv_head": 1}, "gpt2"),
     "llama with its norms": ("rmsnorm", {}, "llama"),
     "qwen 3 with its norms": ("rmsnorm", dict(qk_norm=True), "qwen3"),
     "gpt 2 with its norms": ("layernorm", GPT2, "gpt2"),

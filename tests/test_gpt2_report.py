@@ -17,9 +17,9 @@ FAKELN = dict(norm="layernorm", taper="all", calibration="mean_scale", n_layer=2
 JUMP, LEVEL = 0.5, 0.25  # nats that a removal costs in its step, and a step later
 
 
-def run(protocol: str, seed: int, more=lambda step: 0.0) -> FinishedRun:
+def run(protocol: str, seed: int, more=lambda step: 0.0, **knobs) -> FinishedRun:
     """A run that logs every step: its training loss is 3 + seed/10 + more(step)."""
-    settings = asdict(Config(**FAKELN, seed=seed, log_interval=1).resolve())
+    settings = asdict(Config(**FAKELN | knobs, seed=seed, log_interval=1).resolve())
     lines = [{"iter": k + 1, "train/ce": 3 + seed / 10 + more(k)} for k in range(settings["max_iters"])]
     return FinishedRun(Path(protocol) / f"seed{seed}", protocol, settings, {}, {}, lines)
 
@@ -34,16 +34,19 @@ def test_how_far_the_pre_training_still_falls_is_said():
     assert said in r.about(base, [base], "")
 
 
-def test_each_removal_has_its_row():
-    """A first removal that costs JUMP in its step and LEVEL from then on; the others cost nothing."""
-    events = r.events_of(run("fakeln", 1))
+@pytest.mark.parametrize("gap", [20, 2])
+def test_each_removal_has_its_row(gap):
+    """A first removal that costs JUMP in its step and LEVEL from then on; the others cost nothing, however
+    soon they come."""
+    gaps = {"gate_gaps": (gap, gap, gap)}
+    events = r.events_of(run("fakeln", 1, **gaps))
     first = min(events)
     assert events[first] == ["blocks.0.norm_mlp"] and sum(map(len, events.values())) == 7
-    fakeln = [run("fakeln", s, lambda k: JUMP if k == first else LEVEL * (k > first)) for s in (1, 2)]
+    fakeln = [run("fakeln", s, lambda k: JUMP if k == first else LEVEL * (k > first), **gaps) for s in (1, 2)]
     lines = r.event_table(fakeln, [run("vanilla", s) for s in (1, 2)]).splitlines()[2:]
     assert len(lines) == len(events)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0][0] == str(first) == "12" and cells[1][0] == "32"
+    assert cells[0][0] == str(first) == "12" and cells[1][0] == str(12 + gap)
     assert cells[0][2:] == ["0.0000 ± 0.0000", f"+{JUMP:.4f} ± 0.0000", f"+{LEVEL:.4f} ± 0.0000"]
     for row in cells[1:]:
         assert row[2] == f"{LEVEL:.4f} ± 0.0000" and [float(x.split()[0]) for x in row[3:]] == [0.0, 0.0]

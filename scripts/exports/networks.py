@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.nn as nn
 
+from data import corpus_beside
 from forms import from_file, skeleton
 from model import ModelConfig, Transformer
 from nanonorm import hub
@@ -70,15 +71,6 @@ def ours(name: str, file: dict, path: Path) -> Network:
         remark = f"a checkpoint, at step {step:,}"
     corpus = model.meta.get("corpus") or corpus_beside(path)
     return Network(name, path, model, c.longest_text, c.vocab_size, c.n_layer, c.n_embd, corpus, remark)
-
-
-def corpus_beside(path: Path) -> dict:
-    """What an export of ours in a format of others says of its corpus in the nanonorm.json beside it."""
-    try:
-        facts = json_object(((path if path.is_dir() else path.parent) / "nanonorm.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return facts.get("corpus") or {}
 
 
 def read_export(folder: Path) -> dict:

@@ -167,7 +167,9 @@ def main():
     shown = table(rows)
     print(shown)
     command = "    " + shlex.join(["python", "scripts/studies/alphas.py", *sys.argv[1:]])
-    about = f"{k.tokens:,} tokens to fit on, {k.compared:,} others to compare on, of {meta['source']}."
+    others = spread_starts(len(val), k.window, k.compared, apart)
+    counts = f"{len(starts) * k.window:,} tokens to fit on, {len(others) * k.window:,} others to compare on"
+    about = f"{counts}, of {meta['source']}."
     original = f"The original's cross-entropy there is {rows[0]['original']:.4f} nats a token."
     write_csv(Path(k.out) / "choices.csv", list(rows[0]), (row.values() for row in rows))
     text = ["# Every choice of alpha", command, f"{about} {original}", shown, draw(figures, rows)]

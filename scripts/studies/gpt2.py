@@ -75,18 +75,21 @@ def events_of(run: FinishedRun) -> dict[int, list[str]]:
 
 def event_table(fakeln: list[FinishedRun], vanilla: list[FinishedRun]) -> str:
     """A row an event of the sequential removal: the training loss less vanilla's before it, in the step that
-    is the first without the norm, and before the next event."""
+    is the first without the norm, and before the next event: of NEAR steps, or of those since an event that
+    is nearer."""
     steps, values = curve(fakeln, "train/ce", vanilla)  # a log line n is of the step n - 1
     of_step = dict(zip(steps - 1, values.T, strict=True))  # {step: (runs)}
     events = sorted(event for event in events_of(fakeln[0]).items() if event[0] <= max(of_step))
     ends = [step for step, _ in events[1:]] + [min(events[-1][0] + 10 * NEAR, max(of_step) + 1)]
 
-    def mean_before(step: int):
-        return np.mean([of_step[k] for k in range(step - NEAR, step) if k in of_step], 0)
+    def mean_before(step: int, event: int):
+        first = max(step - NEAR, min(event + 1, step - 1))
+        return np.mean([of_step[k] for k in range(first, step) if k in of_step], 0)
 
-    rows = []
+    rows, last = [], -NEAR
     for (step, sites), end in zip(events, ends, strict=True):
-        before, at, after = mean_before(step), of_step[step], mean_before(end)
+        before, at, after = mean_before(step, last), of_step[step], mean_before(end, step)
+        last = step
         changes = [spread(values - before, sign="+") for values in (at, after)]
         rows.append([step, ", ".join(sites), spread(before), *changes])
     head = ["step", "norms that go", "loss less vanilla's, before", "in the step", "before the next"]
@@ -122,8 +125,7 @@ def about(base: FinishedRun, runs: list[FinishedRun], how: str) -> str:
         f"- The network: {head['parameters']:,} parameters, {shape}; {steps:,} steps of pre-training, {said}",
         f"- Corpus: {head['corpus']['source']}, {head['corpus']['train_tokens']:,} tokens",
         f"- Runs from it: {how}",
-        "- Differences are by pairs of the same seed, with 95% intervals by Student's t over seeds, not "
-        "texts; ± elsewhere is a standard deviation over seeds",
+        "- Differences are by pairs of the same seed; ± is a standard deviation over seeds, not texts",
         f"- Of the network: {versions_of([base], names)}; of the runs: {versions_of(runs, names)}",
     ]
     return "\n".join(text)
