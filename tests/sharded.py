@@ -147,8 +147,8 @@ def end_of(ranks: Ranks, shard: bool, fault: str) -> str | int | None:
 
 
 def narrow(ranks: Ranks, shard: bool) -> dict:
-    """A run in bfloat16 with a micro-batch a rank: its losses, and of how many steps and matrices this rank's
-    gradient is one that bfloat16 holds."""
+    """A run in bfloat16 with a micro-batch a rank: its losses, and of each step and matrix whether the
+    gradient of this rank is one that bfloat16 holds."""
     case, knobs = "layernorm-internal-aux", {"gradient_accumulation_steps": 2, "grad_clip": 0.0}
     step, rounded = begun(case, ranks, shard, torch.bfloat16, **knobs), []
 
@@ -157,7 +157,7 @@ def narrow(ranks: Ranks, shard: bool) -> dict:
         rounded.extend(torch.equal(g, g.bfloat16().float()) for g in grads)
 
     step.optimizer.register_step_pre_hook(look)
-    return {"losses": losses(step), "rounded": sum(rounded)}
+    return {"losses": losses(step), "rounded": rounded}
 
 
 def held() -> int:

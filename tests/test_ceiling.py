@@ -5,7 +5,6 @@ import torch
 from conftest import batch, tiny
 from test_taper import every_fitted
 
-from forms import export_files, proved
 from nanonorm.metrics import at_ceiling, limited
 from nanonorm.scale import ceilings
 
@@ -89,11 +88,3 @@ def test_it_is_for_training_and_for_the_text():
     assert torch.equal(model.eval()(x, y).ce, plain.eval()(x, y).ce)
     model, plain = (tiny("rmsnorm-internal", phase="norm", **more) for more in ({"taper_ceiling": 1e-3}, {}))
     assert torch.equal(model(x, y).ce, plain(x, y).ce)
-
-
-def test_every_form_is_without_it():
-    model = tiny("layernorm-all", phase="scale", taper_ceiling=1e-3).float()
-    x, _ = batch()
-    for form in export_files(model.config).values():
-        exported, _ = proved(model, form, x)
-        assert not any("ceiling" in name for name, _ in exported.named_modules()) and ceilings(model)

@@ -76,7 +76,7 @@ def direct(model, blocks: torch.Tensor) -> torch.Tensor:
 def test_figures_are_those_of_a_direct_computation(capsys, text, tmp_path):
     model, out = network(), tmp_path / "figures.json"
     folder = put(model, tmp_path / "run", text)
-    said, (row,) = run(capsys, folder, f"--data={text}", "--dtype=float64", f"--out={out}")
+    _, (row,) = run(capsys, folder, f"--data={text}", "--dtype=float64", f"--out={out}")
     blocks = blocks_of(text, 16)
     losses, targets = direct(model, blocks), blocks[:, 1:]
     meta = json.loads((text / "meta.json").read_text())
@@ -94,8 +94,6 @@ def test_figures_are_those_of_a_direct_computation(capsys, text, tmp_path):
     per_byte = row["ce"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     assert row["bits_per_byte"] == pytest.approx(per_byte, rel=EXACT) and row["gap"] == 0
     assert row["paper"] is row["paper_gap"] is None
-    (line,) = [line for line in said.splitlines() if line.startswith(f"| {folder}")]
-    assert f" {row['ce']:.4f} |" in line and f" {row['ce_no_end']:.4f} |" in line
     report = json.loads(out.read_text())
     assert report["rows"] == [row] and report["texts"][str(text)]["source"] == "parts of a module"
 
@@ -113,14 +111,13 @@ def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, t
     flags = (f"--data={text}", "--dtype=float64", "--kl=True")
     with refuses("is the network damaged"):
         run(capsys, *folders, *flags)
-    said, (first, row) = run(capsys, *folders, *flags, "--finite=True")
-    assert (first["not_finite"], row["not_finite"]) == (0, int((~good).sum()))
-    assert f"| {row['not_finite']} |" in said and first["gap"] == 0
+    _, (first, row) = run(capsys, *folders, *flags, "--finite=True")
+    assert (first["not_finite"], row["not_finite"]) == (0, int((~good).sum())) and first["gap"] == 0
     of_good = direct(plain, blocks[good]).mean().item()  # a token that is in none of them
     assert row["ce"] == pytest.approx(of_good, rel=EXACT) and abs(row["gap"]) < EXACT > row["kl"]
     bad.tok_emb.weight.data.fill_(1e200)
     worse = put(bad, tmp_path / "worse", text)
-    said, (_, row) = run(capsys, folders[0], worse, *flags, "--finite=True")
+    _, (_, row) = run(capsys, folders[0], worse, *flags, "--finite=True")
     assert row["not_finite"] == len(blocks) and row["ce"] is row["gap"] is row["kl"] is None
     with refuses("not every block is finite, and gaps are to it"):
         run(capsys, worse, folders[0], *flags, "--finite=True")
@@ -128,25 +125,22 @@ def test_blocks_that_are_not_finite_are_counted_and_compared_with_none(capsys, t
 
 def test_the_batch_size_is_of_no_account(capsys, text, tmp_path):
     argv = put(network("rmsnorm", std=0.5), tmp_path / "run", text), f"--data={text}"
-    sizes = (f"--batch_size={size}" for size in (1, 3, 8, 1000))
-    rows = [run(capsys, *argv, "--dtype=float64", size)[1][0] for size in sizes]
-    for row in rows[1:]:
-        for key in ("ce", "ce_no_end", "median", "p99.9"):
-            assert row[key] == pytest.approx(rows[0][key], rel=EXACT)
+    one, three = (run(capsys, *argv, "--dtype=float64", f"--batch_size={n}")[1][0] for n in (1, 3))
+    for key in ("ce", "ce_no_end", "median", "p99.9"):
+        assert three[key] == pytest.approx(one[key], rel=EXACT)
     narrow = run(capsys, *argv)[1][0]
-    assert narrow["ce"] == pytest.approx(rows[0]["ce"], rel=1e-5) and narrow["ce"] != rows[0]["ce"]
+    assert narrow["ce"] == pytest.approx(one["ce"], rel=1e-5) and narrow["ce"] != one["ce"]
 
 
 def test_gaps_are_to_vanilla(capsys, text, bpe_corpus, tmp_path):
     folders = [put(network(seed=i), tmp_path / f"run{i}", text) for i in range(3)]
     both = f"--data={text},{bpe_corpus}"
-    said, rows = run(capsys, *folders[:2], both, f"--vanilla={folders[2]}", "--blocks=5")
+    _, rows = run(capsys, *folders[:2], both, f"--vanilla={folders[2]}", "--blocks=5")
     ce = {(row["model"], row["data"]): row["ce"] for row in rows}
     assert len(ce) == 6 and rows[0]["model"] == str(folders[2])  # it comes first
     for row in rows:
         assert row["gap"] == ce[row["model"], row["data"]] - ce[str(folders[2]), row["data"]]
         assert row["blocks"] == 5
-    assert f"gaps to {folders[2]}" in said and said.count("\n| ") == 2 + 6
     first = run(capsys, *folders, both, "--blocks=5")[1]
     assert first[0]["model"] == str(folders[0]) and first[0]["gap"] == 0 != first[2]["gap"]
 
@@ -171,12 +165,11 @@ def test_kl_is_that_of_the_vanilla_networks_predictions(capsys, text, tmp_path):
     models = [network(seed=seed) for seed in (0, 1)]
     folders = [put(model, tmp_path / str(i)) for i, model in enumerate(models)]
     flags = (*folders, f"--data={text}", "--dtype=float64", "--batch_size=3")
-    said, rows = run(capsys, *flags, "--kl=True")
+    _, rows = run(capsys, *flags, "--kl=True")
     with torch.no_grad():
         p, q = (model.double()(blocks_of(text, 16))[:, :-1].softmax(-1) for model in models)
     expected = (p * (p / q).log()).sum(-1).mean().item()
     assert expected > 1e-3 and rows[1]["kl"] == pytest.approx(expected, rel=1e-9) and rows[0]["kl"] is None
-    assert f"{expected:.5f}" in said
     assert run(capsys, *flags)[1] == [row | {"kl": None} for row in rows]
     padded = put(tiny("layernorm", vocab_size=BPE_SIZE + 8, block_size=16), tmp_path / "padded")
     assert len(run(capsys, folders[0], padded, f"--data={text}")[1]) == 2
@@ -237,21 +230,28 @@ def test_fakeln_folders_are_read(capfd, text, tmp_path):
     assert run(capfd, folder, f"--data={text}")[1][0]["ce"] == pytest.approx(row["ce"], rel=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["layernorm-all", "rmsnorm-internal"])
-def test_runs_model_files_and_exports_agree(variant, capsys, text, tmp_path):
+def test_runs_model_files_and_whole_exports_agree(capsys, text, tmp_path):
     """A checkpoint at gate 0, its folded form, and that exported with code of its own, which is not run."""
-    model = network(variant)
+    model = network("layernorm-all")
     run_folder = put(model, tmp_path / "run", text)
     folded = fold(model)
     torch.save(folded.to_file({}), tmp_path / "run/folded.pt")
     export, sample = tmp_path / "export", blocks_of(text, 16)[:2]
     export.mkdir()
+    (export / "config.json").write_text('{"model_type": "nanonorm_llama"}')
+    with refuses("nanonorm.json, which says ", " cannot be read"):
+        open_network(str(export))
     job = Job(folded, load_tokenizer(text), {}, tmp_path / "run/folded.pt", export, sample)
     describe(job, "hf", hf.write(job))
     (export / "modeling_nanonorm.py").write_text("raise SystemExit('was run')")
     rows = run(capsys, run_folder / "model.pt", run_folder, export, f"--data={text}", "--dtype=float64")[1]
     assert max(abs(row["gap"]) for row in rows) < 1e-12 * rows[0]["ce"] * 10
     assert len(rows) == 3
+    tensors = load_file(export / "model.safetensors")
+    del tensors["lm_head.bias"]
+    save_file(tensors, export / "model.safetensors")
+    with refuses("tensor lm_head.bias is missing; export it again"):
+        open_network(str(export))
 
 
 def test_a_table_is_of_one_block_size(capsys, text, tmp_path):
@@ -273,24 +273,19 @@ def test_a_table_is_of_one_block_size(capsys, text, tmp_path):
         (["RUN", "--data=nowhere"], "cannot read the text in"),
         (["no/such/run", "--data=TEXT"], "no/such/run"),
         (["RUN", "--data=TEXT", "--block_size=17"], "reads 16 tokens"),
-        (["RUN", "--data=TEXT", "--block_size=1"], "2 at least"),
         (["RUN", "--data=OTHER"], "is not in the tokens of"),
         (["SMALL", "--data=TEXT"], "token ids"),
         (["RUN", "--data=SHORT"], "not one block of 16"),
         (["RUN", "--data=TEXT", "--out=x.txt"], "must be a .json file"),
-        (["WILD", "--data=TEXT"], "is nan"),
     ],
 )
 def test_errors_are_one_line(argv, said, capsys, text, corpus, tmp_path):
     put(network(), tmp_path / "run", text)
     put(tiny("layernorm", vocab_size=61, block_size=16).eval(), tmp_path / "small")
-    wild = network()
-    wild.tok_emb.weight.data *= 1e200  # finite, which a file must be; its logits are not
-    put(wild, tmp_path / "wild", text)
     (tmp_path / "short").mkdir()
     parts, tokens = [("abc", True)], load_tokenizer(text)
     data.prepare(lambda: parts, lambda: parts, tmp_path / "short", None, "short", tokenizer=tokens)
-    where = {name: tmp_path / name.lower() for name in ("RUN", "SMALL", "WILD", "SHORT")}
+    where = {name: tmp_path / name.lower() for name in ("RUN", "SMALL", "SHORT")}
     where |= {"OTHER": corpus, "TEXT": text}
     argv = [re.sub(r"[A-Z]{3,}", lambda m: str(where[m[0]]), word) for word in argv]
     with refuses(said):
@@ -323,25 +318,9 @@ def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_pat
     meta = json.loads((text / "meta.json").read_text())
     owt = shutil.copytree(text, tmp_path / "owt")
     (owt / "meta.json").write_text(json.dumps(meta | {"set": "openwebtext", "block_size": 16}))
-    said, (row, other) = run(capsys, folder, f"--data={owt},{text}")
+    _, (row, other) = run(capsys, folder, f"--data={owt},{text}")
     assert row["paper"] == 3.0797 and row["paper_gap"] == pytest.approx(0.0671) and other["paper"] is None
-    assert "| 3.0797 | +0.0671 |" in said
     by_file = run(capsys, folder / "model.pt", f"--data={owt}", "--within=9")[1][0]
     assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
     with refuses("the paper 3.0797, more than 0.005 apart"):
         run(capsys, folder, f"--data={owt}", "--within=0.005")
-
-
-def test_an_export_that_is_not_whole_is_refused(text, tmp_path):
-    model, idx = fold(network("layernorm-all")), torch.arange(16)[None]
-    (tmp_path / "config.json").write_text('{"model_type": "nanonorm_llama"}')
-    with refuses("nanonorm.json, which says ", " cannot be read"):
-        open_network(str(tmp_path))
-    job = Job(model, load_tokenizer(text), {}, tmp_path / "run/folded.pt", tmp_path, idx)
-    describe(job, "hf", hf.write(job))
-    assert torch.equal(open_network(str(tmp_path))(idx), model(idx)) and model(idx).isfinite().all()
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["lm_head.bias"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with refuses("tensor lm_head.bias is missing; export it again"):
-        open_network(str(tmp_path))

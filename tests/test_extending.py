@@ -60,43 +60,24 @@ def test_calibration_and_anchor_ask_the_norm(mean_abs):
 
 
 NEW_FILES = {
-    "data/seasons/prepare.py": '''
-"""Lines about seasons."""
-
+    "data/seasons/prepare.py": """
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import chosen_tokenizer, prepare
-from nanonorm.cli import parse_flags
+from data import prepare
 from nanonorm.files import hold_folder
 
 
-@dataclass
-class Knobs:
-    vocab_size: int = 300  # token ids
-    tokenizer: str | None = None  # of an existing folder
-    out_dir: str | None = None  # this folder
-
-
-def lines(*seasons):
+def lines(season):
     for year in range(200):
-        yield f"{seasons[year % len(seasons)]} of the year {year}", True
+        yield f"{season} of the year {year}", True
 
 
-def main():
-    k, explicit = parse_flags(Knobs)
-    tokenizer = chosen_tokenizer(k.tokenizer, explicit)
-    with hold_folder(k.out_dir or Path(__file__).resolve().parent) as out_dir:
-        splits = (lambda: lines("spring", "summer")), (lambda: lines("autumn", "winter"))
-        prepare(*splits, out_dir, k.vocab_size, "lines about seasons", tokenizer)
-
-
-if __name__ == "__main__":
-    main()
-''',
+with hold_folder(Path(__file__).resolve().parent) as out_dir:
+    prepare(lambda: lines("spring and summer"), lambda: lines("autumn"), out_dir, 300, "lines about seasons")
+""",
     "config/seasons.py": """
 dataset = "seasons"
 n_layer, n_head, n_embd, block_size, batch_size = 2, 2, 16, 16, 2
@@ -108,7 +89,6 @@ eval_interval, log_interval = 4, 4
 NEEDS = """\
 ONE_BY_ONE = Needs("norm", lambda c: c.norm != "coupled", "a norm other than coupled")
 """
-LISTED = "| `seasons.py` | lines | 0.01 M | 0.0003 M | never run at this size |\n"
 KNOB = """\
     # attention and MLP of a block read the same stream
     parallel: Annotated[bool, ONE_BY_ONE, Since(4)] = False
@@ -127,19 +107,8 @@ class ParallelBlock(Block):
 
 
 '''
-ROW = '    "parallel": {"norm": "rmsnorm", "taper": "internal", "parallel": True},\n'
-CORPUS_TEST = """
-
-def test_seasons(tmp_path):
-    train(f"--out_dir={tmp_path / 'out'}", program=prepare_of("seasons"))
-    meta, documents = check_manifest(tmp_path / "out")
-    assert len(documents["train"]) == 200 and "autumn of the year 0" in documents["val"]
-"""
-# file -> (what stands there once, what is put in front of it); without it, what is put at the end
+# file -> (what stands there once, what is put in front of it)
 EDITS = {
-    "config/README.md": [("| `taper_1m.py` |", LISTED)],
-    "tests/test_data.py": [("", CORPUS_TEST)],
-    "tests/test_config.py": [('"stdlib": 2048', '"seasons": 300, ')],
     "model.py": [
         ("SQUASH =", NEEDS),
         ("    # norms\n", KNOB),
@@ -147,19 +116,17 @@ EDITS = {
         ("class CoupledBlock(", BLOCK),
         ('    if c.norm == "coupled" and', "    if c.parallel:\n        return ParallelBlock(c)\n"),
     ],
-    "tests/conftest.py": [('    "rmsnorm-final"', ROW)],
     "bench.py": [
         ('    "all_unfused"', '    "final_folded": ("plain", "final", "folded"),\n'),
         ("    if not NORMS[shape.norm].tapers:\n        rivals", '    rivals.append("final_folded")\n'),
     ],
-    "tests/test_bench.py": [('"all_unfused", "all_folded", "layernorm"', '"final_folded", ')],
 }
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory):
+@pytest.fixture
+def copied(tmp_path):
     """A copy of the tree with all of that in it; runs a program there, and returns what it printed."""
-    tree = tmp_path_factory.mktemp("tree")
+    tree = tmp_path / "tree"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
@@ -171,8 +138,8 @@ def copied(tmp_path_factory):
     for name, edits in EDITS.items():
         text = (tree / name).read_text()
         for before, put in edits:
-            assert not before or text.count(before) == 1, (name, before)
-            text = text.replace(before, put + before) if before else text + put
+            assert text.count(before) == 1, (name, before)
+            text = text.replace(before, put + before)
         (tree / name).write_text(text)
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     return lambda *words: said_by(*words, cwd=tree, env=env), tree
@@ -197,14 +164,3 @@ def test_a_corpus_a_run_a_knob_and_a_column_of_ones_own(copied):
     few = ("--iters=2", "--warmup=0", "--batch=1", "--seq=8", "--device=cpu")
     timed = json.loads(run("bench.py", "out/seasons", *few).splitlines()[-1])
     assert timed["model"]["parallel"] and "final_folded" in {row["variant"] for row in timed["rows"]}
-
-
-@pytest.mark.slow
-def test_the_tests_take_them_in(copied):
-    """Those that docs/extending.md names have cases of the new corpus, run, knob and column, and pass."""
-    run, _ = copied
-    files = [f"tests/test_{name}.py" for name in ("data", "config", "fold", "rehearsal", "bench")]
-    chosen = "seasons or parallel or list_of_runs or operator_counts"
-    said = run("-m", "pytest", "-n", "0", "-vv", *files, "-k", chosen)
-    for name in ("test_seasons", "list_of_runs", "config/seasons.py", "parallel]", "operator_counts"):
-        assert name in said, said

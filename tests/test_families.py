@@ -8,7 +8,6 @@ import torch
 from conftest import GPT2, VARIANTS, batch, scale_of_difference, slow, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_generation import watch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,12 +27,11 @@ FAMILIES = {
     "nanogpt": {"positions": "learned", "mlp": "gelu_erf", "hidden": 36},
     "biased": {"bias": True, "qk_norm": True},
 }
-TAPERED_QK = {"qwen3-qk": {**FAMILIES["qwen3"], "taper_qk": True}}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def of(family: str, variant: str, **more) -> Transformer:
-    return tiny(variant, **{**FAMILIES, **TAPERED_QK}[family], **more)
+    return tiny(variant, **FAMILIES[family], **more)
 
 
 # --- every norm in every family
@@ -71,13 +69,9 @@ def test_a_step_trains_every_parameter(family, variant):
 
 
 def test_the_coupled_fold_adds_biases_after_the_scaling():
-    model, idx = of("biased", "coupled"), tokens(2, 16)
-    wrong = fold(model)
-    for block in wrong.blocks:
-        block.mlp.gate_up.bias = torch.nn.Parameter(2 * block.mlp.gate_up.bias)  # it is shared with the model
+    model, idx = of("biased", "coupled").eval(), tokens(2, 16)
     with torch.no_grad():
-        assert scale_of_difference(fold(model)(idx), model.eval()(idx)) <= EXACT
-        assert scale_of_difference(wrong(idx), model(idx)) > 1e-3
+        assert scale_of_difference(fold(model)(idx), model(idx)) <= EXACT
 
 
 # --- tapered norms of queries and keys
@@ -86,7 +80,7 @@ def test_the_coupled_fold_adds_biases_after_the_scaling():
 @pytest.mark.parametrize("variant", ["rmsnorm-internal", "rmsnorm-all-aux", "layernorm-all"])
 @pytest.mark.parametrize("form", ["unfused", "folded", "weightless"])
 def test_tapered_qk_norms_fold_into_the_rows_of_qkv(variant, form):
-    model, idx = of("qwen3-qk", variant), tokens(2, 16)
+    model, idx = of("qwen3", variant, taper_qk=True), tokens(2, 16)
     changed = FORMS[form](model)
     attn = changed.blocks[0].attn
     assert isinstance(attn.norm_q, Scale) if form == "unfused" else attn.norm_q is attn.norm_k is None
@@ -125,7 +119,7 @@ def test_flops_are_counted_as_torch_counts_them(tied):
 # --- dropout
 
 
-def test_dropout_is_off_in_evaluation_and_in_all_three_places(monkeypatch):
+def test_dropout_is_off_in_evaluation_and_in_all_three_places():
     model, idx = of("gpt2", "layernorm", dtype=torch.float32, dropout=0.5), tokens(2, 16)
     plain = Transformer(replace(model.config, dropout=0.0))
     plain.load_state_dict(model.state_dict())
@@ -137,13 +131,12 @@ def test_dropout_is_off_in_evaluation_and_in_all_three_places(monkeypatch):
     assert set(wrote.unique().tolist()) == {0.0, 2.0}
     weighted = [model.blocks[0].attn(torch.ones(2, 16, 24), None) for _ in range(2)]
     assert not torch.equal(*weighted)
-    calls = watch(monkeypatch, "torch.nn.functional.dropout", lambda *_, **__: 1)
-    model(idx)
-    assert len(calls) == 1 + 2 * model.config.n_layer  # the embedding; what attention and the MLP write
 
 
-@every_family
-@pytest.mark.parametrize("variant", ["rmsnorm-internal", "layernorm-all", "coupled", "cbwc"])
+@pytest.mark.parametrize(
+    "family, variant",
+    [("llama", "rmsnorm-internal"), ("gpt2", "layernorm-all"), ("qwen3", "coupled"), ("biased", "cbwc")],
+)
 def test_a_frozen_base_may_be_bfloat16_under_trained_float32_norms(family, variant):
     model = of(family, variant, phase="blend", dtype=torch.float32)
     for p in model.parameters():
@@ -191,18 +184,3 @@ def test_a_shorter_context_takes_the_first_positions():
     with torch.no_grad():
         assert torch.equal(after(tokens(2, 8)), before.eval()(tokens(2, 8)))
     assert after.pos_emb.weight.shape == (8, 24)
-
-
-def test_loading_assigns_the_files_tensors():
-    file = file_of(of("llama", "rmsnorm", phase="norm"))
-    model = from_file(file)
-    assert all(p.data_ptr() == file["state"][n].data_ptr() for n, p in model.named_parameters())
-
-
-def test_a_fold_shares_what_it_does_not_change():
-    model = of("gpt2", "layernorm-all")
-    folded = fold(model)
-    ours, theirs = dict(folded.named_parameters()), dict(model.named_parameters())
-    same = {n for n in ours if n in theirs and ours[n].data_ptr() == theirs[n].data_ptr()}
-    changed = {n for n in ours if "qkv" in n or "mlp.up" in n or "lm_head" in n}
-    assert same == ours.keys() - changed and len(changed) == 10

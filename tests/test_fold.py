@@ -1,6 +1,5 @@
 """Folding: the same logits from fewer operations, for every variant, with nothing at 1 or 0."""
 
-import collections
 import copy
 from functools import partial
 
@@ -20,12 +19,10 @@ from conftest import (
     tiny,
     tokens,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils import parametrizations, prune
 
-from forms import FOLD_TOLERANCE, FORMS, absorb, export_files, fold, fold_error, proved, unfuse
-from model import CentredEmbedding, CentredLinear, Identity, LayerNorm, RMSNorm, Scale, Taper
+from forms import FOLD_TOLERANCE, FORMS, export_files, fold, fold_error, proved, unfuse
+from model import Identity, Taper
 
 # float64: exact algebra, so only rounding is left: 1e-16 an operation, a thousand of them in the longest
 # chain
@@ -36,7 +33,7 @@ TRANSFORMED = [form for form in FORMS if form != "trained"]
 
 @every_variant
 @pytest.mark.parametrize("form", TRANSFORMED)
-@pytest.mark.parametrize("tied, n_kv_head", [(True, 4), (False, 2), (True, 1)])
+@pytest.mark.parametrize("tied, n_kv_head", [(True, 1), (False, 2)])
 def test_every_form_has_the_models_logits(variant, form, tied, n_kv_head):
     model, idx = tiny(variant, tie_embeddings=tied, n_kv_head=n_kv_head), tokens(3, 16)
     error = fold_error(model, form, idx, torch.float64)
@@ -71,44 +68,7 @@ def test_folding_a_fold_and_folding_the_unfused_change_nothing(variant, gains):
             assert scale_of_difference(again.state_dict()[name], tensor) <= EXACT, name
 
 
-@given(
-    variant=st.sampled_from([v for v in VARIANTS if v not in ("dyt", "derf")]),
-    seed=st.integers(0, 2**16),
-    gains=st.booleans(),
-    bias=st.booleans(),
-)
-def test_absorbing_a_norm_in_a_layer_keeps_what_the_layer_gives(variant, seed, gains, bias):
-    norm = tiny(variant, seed=seed).eval().norm_final
-    torch.manual_seed(seed)
-    layer, h = nn.Linear(24, 7, bias, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64) + 0.5
-    with torch.no_grad():
-        wanted = layer(norm(h))
-        rest = absorb(norm, layer, gains)
-        assert scale_of_difference(layer(rest(h)), wanted) <= EXACT
-    assert bias or norm.bias is not None or layer.bias is None
-
-
 # --- what is left
-
-GOING = {  # variant -> those of its norms that go
-    "rmsnorm-internal": "attn mlp", "layernorm-internal-aux": "attn mlp", "rmsnorm-final": "final",
-    "layernorm-final": "final", "rmsnorm-all-aux": "attn mlp final", "layernorm-all": "attn mlp final",
-    "layernorm-all-nobias": "attn mlp final",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("variant", GOING)
-def test_only_the_tapered_norms_go(variant, tied):
-    model = tiny(variant, tie_embeddings=tied)
-    folded, unfused = fold(model), unfuse(model)
-    kept = LayerNorm if "layernorm" in variant else RMSNorm
-    assert len(norm_names(model)) == 5
-    for name in norm_names(model):
-        goes = name.rpartition("_")[2] in GOING[variant].split()
-        found = (type(folded.get_submodule(name)), type(unfused.get_submodule(name)))
-        assert found == ((Identity, Scale) if goes else (kept, kept)), name
-    assert not any(isinstance(m, Scale | Taper) for m in folded.modules())
 
 
 @every_variant
@@ -158,34 +118,10 @@ def test_the_original_is_left_alone(variant, form):
     assert all(p.dtype is torch.float32 for p in [*model.parameters(), *new.parameters()])
 
 
-@pytest.mark.parametrize("variant", ["cbwc", "cbwc-nobias"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_folding_cbwc_centres_the_writers_for_good(variant, tied):
-    model = tiny(variant, tie_embeddings=tied)
-    folded = fold(model)
-    assert not any(isinstance(m, CentredEmbedding | CentredLinear) for m in folded.modules())
-    writers = [(folded.tok_emb, model.tok_emb, 1)]
-    for new, old in zip(folded.blocks, model.blocks, strict=True):
-        writers += [(new.attn.proj, old.attn.proj, 0), (new.mlp.down, old.mlp.down, 0)]
-    for new, old, outputs in writers:
-        assert type(new) in (nn.Embedding, nn.Linear)
-        assert new.weight.mean(outputs).abs().max() <= 1e-15
-        assert old.weight.mean(outputs).abs().max() > 1e-2
-        assert scale_of_difference(new.weight, old.weight - old.weight.mean(outputs, keepdim=True)) <= EXACT
-    # the head reads the table as it was: centring what it shares would change the logits
-    head = model.tok_emb if tied else model.lm_head
-    assert torch.equal(folded.lm_head.weight, head.weight)
-
-
-def operator_counts(model) -> collections.Counter:
-    return collections.Counter(f.overloadpacket.__name__ for f in operators(model, tokens(2, 16)))
-
-
 def statistics_per_forward(model) -> int:
     """Reductions over the width: means, and fused norms which hold one each."""
     reductions = "mean", "var", "_fused_rms_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm"
-    counts = operator_counts(model)
-    return sum(counts[name] for name in reductions)
+    return sum(f.overloadpacket.__name__ in reductions for f in operators(model, tokens(2, 16)))
 
 
 STATISTICS = {  # of 3 blocks of two norms and the final one; as trained, and folded
@@ -204,14 +140,6 @@ def test_how_many_statistics_are_computed(variant):
     assert statistics_per_forward(fold(model, gains=True)) == folded
 
 
-def test_coupled_folds_into_fewer_operators():
-    """Gains go into qkv and gate_up, residual adds into the products: 2 gains and 2 adds a block."""
-    trained, folded = (operator_counts(m) for m in (tiny("coupled").eval(), fold(tiny("coupled"))))
-    assert folded["addmm"] - trained["addmm"] == 2 * 2
-    assert trained["add"] - folded["add"] == 2 * 2
-    assert folded.total() < trained.total()
-
-
 # --- precision, and what is refused
 
 
@@ -223,12 +151,12 @@ def test_fold_of_a_low_precision_model_is_computed_in_float64_and_rounded_once()
 
 @every_variant
 @pytest.mark.parametrize("form", TRANSFORMED)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_export_proves_what_it_gives(variant, form, dtype):
     # std as after training: in a wild random net bfloat16 alone moves the logits by more than a tenth
     model = tiny(variant, dtype=dtype, std=0.1)
     exported, errors = proved(model, form, tokens(2, 16))
-    assert list(errors) == list(dict.fromkeys(["float64", str(dtype).removeprefix("torch.")]))
+    assert list(errors) == ["float64", str(dtype).removeprefix("torch.")]
     assert errors["float64"] <= EXACT
     for name, error in errors.items():
         assert error <= FOLD_TOLERANCE[getattr(torch, name)]
@@ -276,15 +204,14 @@ def test_export_refuses_a_fold_that_is_right_in_float64_alone(monkeypatch):
         proved(model, "folded", tokens(2, 16))
 
 
-@every_variant
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_export_refuses_weights_that_are_not_finite(variant, value):
-    model, idx = tiny(variant), tokens(2, 16)
+@pytest.mark.parametrize("form", TRANSFORMED)
+def test_export_refuses_weights_that_are_not_finite(form, value):
+    model, idx = tiny("layernorm-all"), tokens(2, 16)
     with torch.no_grad():
         model.blocks[0].mlp.gate_up.weight[3, 5] = value
-    for form in TRANSFORMED:
-        with refuses("logits are not finite, or all 0, in float64; not exported"):
-            proved(model, form, idx)
+    with refuses("logits are not finite, or all 0, in float64; not exported"):
+        proved(model, form, idx)
 
 
 PRUNED = partial(prune.l1_unstructured, name="weight", amount=1)

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from conftest import slow
+
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
@@ -120,11 +122,8 @@ def test_gaps_are_by_pairs_of_a_seed():
     gelu = of["gelu", "coupled coupled_grad=False"]
     assert len(gelu.runs) == 3 and gelu.gaps == pytest.approx({1: 0, 2: 0})
     assert found[0].what == "baseline" and not of["gelu", "baseline"].gaps
-    table = gaps.table_text(found, ("mlp",)).splitlines()
-    assert table[0].startswith("| mlp |") and len(table) == 2 + 5
-    assert [row.split("|")[-4].strip() for row in table[2:4]] == ["0", "2"]  # gelu: baseline, coupled
-    (line,) = [line for line in table if "coupled_grad=False" in line and "swiglu" in line]
-    assert line.endswith("| 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | 3 | +3.00 | +0.52 to +5.48 |")
+    table = gaps.table_text(found, ("mlp",))
+    assert "False | 3 | 5.1567 ± 1.0800 | 10.31 ± 2.16 | 3 | +3.00 | +0.52 to +5.48 |\n" in table
 
 
 def test_another_variant_can_be_what_the_others_are_compared_with(monkeypatch, tmp_path):
@@ -187,9 +186,8 @@ def test_what_is_written(monkeypatch, tmp_path):
     assert "14 runs; commit c0ffee; processor a CPU; torch 2; dtype float32." in said
     assert "Left out, out/x: unfinished" in said
     rows = list(csv.DictReader((tmp_path / "gaps.csv").open()))
-    assert list(rows[0]) == ["what", "seed", "loss", "scale", "folder", "gap", "mlp"] and len(rows) == 14
     gap = {(row["mlp"], row["what"], row["seed"]): row["gap"] for row in rows}
-    assert float(gap["swiglu", "coupled coupled_grad=False", "3"]) == pytest.approx(4)
+    assert len(rows) == 14 and float(gap["swiglu", "coupled coupled_grad=False", "3"]) == pytest.approx(4)
     assert gap["swiglu", "baseline", "3"] == gap["gelu", "coupled coupled_grad=False", "3"] == ""
 
 
@@ -217,45 +215,47 @@ def test_what_makes_no_sense_is_refused(flags, said, monkeypatch, tmp_path):
 # --- the figures
 
 
+def settings_in(ax) -> dict:
+    """{label of a setting: its line, and {where it stands: its dots}}"""
+    found = {}
+    for line in ax.containers:
+        own = [d for d in ax.lines if d.get_marker() == "." and d.get_color() == line.lines[0].get_color()]
+        found[line.get_label()] = line, {d.get_xdata()[0]: list(d.get_ydata()) for d in own}
+    return found
+
+
 def test_a_figure_shows_each_pair_and_intervals_of_three(monkeypatch, tmp_path):
     """CoupledNorm costs 2, 3, 4%; with a GELU there are two pairs."""
     (ax, losses), _ = report(monkeypatch, tmp_path, grid(), "--by=mlp")
-    line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=False (n=2-3)"]
-    (gelu, swiglu), y = line.lines[0].get_data()
-    (bar,), half = bars_of(line), 4.30265 / np.sqrt(3)
-    assert bar.T[1] == pytest.approx([3 - half, 3 + half]) and set(bar.T[0]) == {swiglu}
-    assert list(y) == pytest.approx([0, 3]) and ax.get_yscale() == "linear"
-    dots = {xs[0]: list(ys) for xs, ys in (d.get_data() for d in ax.lines if d.get_marker() == ".")}
-    assert dots[swiglu] == pytest.approx([2, 3, 4]) and dots[gelu] == pytest.approx([0, 0])
-    assert [label.get_text() for label in losses.get_xticklabels()] == ["mlp=gelu", "mlp=swiglu"]
-    assert losses.get_ylabel() == "val/loss, nats" and len(losses.containers) == 3
-    base = {line.get_label(): line for line in losses.containers}["baseline (n=2-3)"]
-    assert list(base.lines[0].get_ydata()) == pytest.approx([3.5, 5])
-    (bar,) = bars_of(base)
-    dots = {d.get_xdata()[0]: d.get_ydata() for d in losses.lines if d.get_marker() == "."}
-    three = interval(dots[bar[0, 0]])
-    assert three.n == 3 and bar[:, 1] == pytest.approx([5 - three.half, 5 + three.half])
+    half = 4.30265 / np.sqrt(3)
+    for panel, label, means, pairs in (
+        (ax, "coupled coupled_grad=False (n=2-3)", [0, 3], [[0, 0], [2, 3, 4]]),
+        (losses, "baseline (n=2-3)", [3.5, 5], [[3, 4], [4, 5, 6]]),
+    ):
+        line, dots = settings_in(panel)[label]
+        (gelu, swiglu), y = line.lines[0].get_data()
+        (bar,) = bars_of(line)
+        assert list(y) == pytest.approx(means)
+        assert bar == pytest.approx(np.array([[swiglu, means[1] - half], [swiglu, means[1] + half]]))
+        assert dots == {at: pytest.approx(of) for at, of in zip((gelu, swiglu), pairs, strict=True)}
 
 
 def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_path):
     """Seed 2 with the gradient through ends 31.3% behind; seeds 1 and 3 have 1%."""
-    runs = grid("swiglu")
+    runs, name = grid("swiglu"), "coupled coupled_grad=True (n=3)"
     (lost,) = (made for made in runs if made.settings["coupled_grad"] and made.seed == 2)
     lost.lines[-1]["val/loss"] *= 1.3
-    (ax, losses), page = report(monkeypatch, tmp_path, runs, "--by=mlp")
-    assert "more than 10% behind" in page and ax.get_yscale() == "linear"
-    assert [text.get_text() for text in ax.texts] == ["\u2191\n+31"]
-    assert [text.get_text() for text in losses.texts] == [f"\u2191\n{5 * 1.01 * 1.3:.2f}"]
-    of = {line.get_label(): line for line in losses.containers}["coupled coupled_grad=True (n=3)"].lines[0]
-    near = {d.get_color(): list(d.get_ydata()) for d in losses.lines if d.get_marker() == "."}
-    assert math.isnan(of.get_ydata()[0]) and near[of.get_color()] == pytest.approx([4.04, 6.06])
-    line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
-    assert math.isnan(line.lines[0].get_ydata()[0]) and not bars_of(line)
-    dots = {tuple(d.get_xdata()): list(d.get_ydata()) for d in ax.lines if d.get_marker() == "."}
-    assert dots[(line.lines[0].get_xdata()[0],) * 2] == pytest.approx([1, 1])
+    panels, page = report(monkeypatch, tmp_path, runs, "--by=mlp")
+    assert "more than 10% behind" in page
+    edges = ("+31", f"{5 * 1.01 * 1.3:.2f}")
+    for ax, near, edge in zip(panels, ([1, 1], [4.04, 6.06]), edges, strict=True):
+        line, dots = settings_in(ax)[name]
+        assert [text.get_text() for text in ax.texts] == [f"\u2191\n{edge}"] and not bars_of(line)
+        assert math.isnan(line.lines[0].get_ydata()[0])
+        assert list(dots.values()) == [pytest.approx(near)]
     (ax, _), _ = report(monkeypatch, tmp_path, runs, "--by=mlp", "--far=40")
-    line = {line.get_label(): line for line in ax.containers}["coupled coupled_grad=True (n=3)"]
-    assert not ax.texts and line.lines[0].get_ydata()[0] == pytest.approx((1 + 1 + 31.3) / 3)
+    mean = settings_in(ax)[name][0].lines[0].get_ydata()[0]
+    assert not ax.texts and mean == pytest.approx((1 + 1 + 31.3) / 3)
 
 
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
@@ -272,7 +272,6 @@ def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     for broken, why in (
         (whole.replace("0.0003", "low"), "'low'"),
         (whole.rstrip().rsplit(",", 6)[0], "a row is cut short"),
-        (whole.rstrip().rsplit(",", 1)[0], "a row is cut short"),
         (whole.replace("baseline", "", 1), "a row is cut short"),
         (re.sub(r"(?m)^(\w+,\d+),[\d.]+", r"\1,0.0", whole, count=1), "0.0 is no loss"),
         (whole + "x" * 200_000, "field larger than field limit"),
@@ -293,16 +292,13 @@ def test_logs_are_kept_beside_the_table(monkeypatch, tmp_path):
         made.lines[40] |= ends[0] | {"iter": 41}
     report(monkeypatch, tmp_path, runs, "--by=mlp", "--logs=4")
     lines = [json.loads(line) for line in (tmp_path / "logs.jsonl").read_text().splitlines()]
-    heads = [line for line in lines if "settings" in line]
-    assert [head["run"] for head in heads] == [str(made.folder) for made in runs]
-    first, second = heads[:2]
+    first, second, *others = [line for line in lines if "settings" in line]
+    assert len(others) == len(runs) - 2 and first["run"] == str(runs[0].folder)
     assert first["settings"] == runs[0].settings and first["versions"]["commit"] == "c0ffee"
-    assert first["settings"] | second["settings"] == runs[1].settings
-    assert set(second["settings"]) == {k for k, v in runs[1].settings.items() if v != runs[0].settings[k]}
+    assert first["settings"] | second["settings"] == runs[1].settings and len(second["settings"]) < 10
     steps = [line for line in lines if line["run"] == first["run"] and "iter" in line]
     assert [line["iter"] for line in steps] == [25, 41, 50, 75, 100]
-    assert steps[0] == {"run": first["run"], "iter": 25, "train/loss": 0.333333}
-    assert steps[-1]["val/loss"] == runs[0].loss
+    assert steps[0]["train/loss"] == 0.333333 and steps[-1]["val/loss"] == runs[0].loss
     report(monkeypatch, tmp_path, runs, "--by=mlp")
     assert not (tmp_path / "logs.jsonl").exists()
 
@@ -393,14 +389,11 @@ def test_each_setting_can_be_at_its_own_best_value(monkeypatch, tmp_path):
     flags = ("--by=learning_rate", "--against=n_embd", "--tuned=learning_rate")
     (gap, loss), said = report(monkeypatch, tmp_path, runs, *flags)
     rows = cells_of(said)[2:]
-    assert [(row[0], row[2]) for row in rows] == 2 * [("baseline", "0.003")] + 2 * [("layernorm", "0.001")]
-    assert [row[1] for row in rows] == 2 * ["64", "128"]
+    best = (("baseline", "0.003"), ("layernorm", "0.001"))
+    assert [row[:3] for row in rows] == [[name, n, rate] for name, rate in best for n in ("64", "128")]
     wide = [(4.4 / 2 + seed / 10) / (4.0 / 2 + seed / 10) - 1 for seed in (1, 2, 3)]
     assert rows[-1][-2] == f"{100 * np.mean(wide):+.2f}"
-    assert "own learning_rate" in said and "learning_rate=" not in gap.get_title()
     assert [text.get_text() for text in gap.texts] == ["\n0.001 vs 0.003"] * 2
-    assert [text.get_text() for text in loss.texts] == ["0.003"] * 2 + ["\n0.001"] * 2
-    assert "(above: learning_rate)" in gap.get_ylabel()
     again = drawn(monkeypatch, tmp_path / "gaps.csv", *flags, f"--out={tmp_path}")
     assert_drawn_alike((gap, loss), again)
     with pytest.raises(BadInput, match="--tuned=max_iters: it is one of --by"):
@@ -421,10 +414,10 @@ def test_gaps_csv_gives_gaps_to_any_variant(monkeypatch, tmp_path):
 
 def test_gaps_are_drawn_against_a_knob(monkeypatch, tmp_path):
     (ax,), table = report(monkeypatch, tmp_path, gates(), "--against=gate_end")
-    lines = {line.get_label().split(" (")[0]: line for line in ax.containers}
-    assert not any(bars_of(line) for line in lines.values())  # of two pairs
-    x, y = lines["internal"].lines[0].get_data()
+    line, _ = settings_in(ax)["internal (n=2)"]
+    x, y = line.lines[0].get_data()
     assert list(y) == pytest.approx([1.15, 2.15, 4.15]) and np.allclose(x, [50, 100, 200], atol=4)
+    assert not bars_of(line)  # of two pairs
     assert "| 200 | internal | 200 | 2 |" in table and "| 200 | baseline | - | 2 |" in table
 
 
@@ -437,30 +430,28 @@ def test_a_line_joins_only_what_shares_its_seeds(monkeypatch, tmp_path):
     assert ends == [[100, 200], [100, 200]]
 
 
-def test_a_baseline_that_reads_the_knob_is_paired_at_each_value(monkeypatch, tmp_path):
+def test_a_baseline_that_reads_the_knob_is_paired_at_each_value():
     """The last of three rates lacks a seed."""
     runs = [made for made in rates(1e-3, 3e-3, 1e-2) if made.seed < 3 or made.point["learning_rate"] < 1e-2]
     found = {cell.at: cell.gaps for cell in gaps.compared(runs, ("max_iters",), "learning_rate") if cell.gaps}
     assert {rate: len(of) for rate, of in found.items()} == {1e-3: 3, 3e-3: 3, 1e-2: 2}
     assert all(list(of.values()) == pytest.approx([100 * rate] * len(of)) for rate, of in found.items())
-    panels, _ = report(monkeypatch, tmp_path, runs, "--against=learning_rate")
-    lines = [list(line.lines[0].get_ydata()) for line in panels[1].containers]
-    assert lines[0] == pytest.approx([5.1, 5.3, 5.5])  # the baseline's losses
 
 
 TABLES = sorted(path for path in (ROOT / "results").rglob("gaps.md") if (path.parent / "gaps.png").exists())
 
 
 @pytest.mark.parametrize(
-    "page", TABLES, ids=lambda page: page.parent.relative_to(ROOT / "results").as_posix()
+    "page",
+    [*TABLES[:1], *(slow(page, minutes=0.02) for page in TABLES[1:])],
+    ids=lambda page: page.parent.name,
 )
 def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
-    """By the command at the foot of its table, with dots, all in view, and no tick that is a tuple."""
+    """By the command at the foot of its table, with dots, all in view."""
     command = re.findall(r"^    python scripts/report.py gaps (.*)", page.read_text(), re.M)[-1]
     path, *flags = shlex.split(command)
     assert flags.pop() == f"--out={page.parent.relative_to(ROOT)}"
     for ax in drawn(monkeypatch, ROOT / path, *flags, f"--out={tmp_path}"):
-        assert not any("=" in label.get_text() or "(" in label.get_text() for label in ax.get_xticklabels())
         dots = [x for line in ax.lines if line.get_marker() == "." for x in line.get_xdata()]
         left, right = ax.get_xlim()
         assert dots and left <= min(dots) and max(dots) <= right

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import every_variant, refuses, scale_of_difference, slow, tiny, tokens
+from conftest import VARIANTS, every_variant, refuses, scale_of_difference, slow, tiny, tokens
 from running import compiling, flags, refused, train
 from test_model import greedy_by_recomputation
 
@@ -15,10 +15,11 @@ from forms import FORMS
 from nanonorm.cache import KVCache
 from nanonorm.files import read_file
 from nanonorm.generation import aligned
-from sample import Sample
 
 LENGTHS = (5, 1, 16, 21, 11)  # of a context of 16: four of them grow too long at other steps than the others
 EXACT = 1e-12  # float64: another order of summation
+ALL = [*((variant, "rope") for variant in VARIANTS), ("coupled", "learned"), ("layernorm-all", "learned")]
+every_variant_and_table = pytest.mark.parametrize("variant, positions", ALL)
 
 
 def ragged(*lengths) -> list[torch.Tensor]:
@@ -37,8 +38,7 @@ def watch(monkeypatch, name: str, look) -> list:
     return seen
 
 
-@every_variant
-@pytest.mark.parametrize("positions", ["rope", "learned"])
+@every_variant_and_table
 @pytest.mark.parametrize("form", ["trained", "folded"])
 def test_rows_of_several_lengths_say_what_each_says_alone(variant, positions, form):
     shape = {"n_kv_head": 2, "tie_embeddings": False, "positions": positions, "std": 0.5}
@@ -56,8 +56,7 @@ def test_rows_of_several_lengths_say_what_each_says_alone(variant, positions, fo
     assert [text[-1] for text in lists] == [text[-30] for text in alone]
 
 
-@every_variant
-@pytest.mark.parametrize("positions", ["rope", "learned"])
+@every_variant_and_table
 @torch.no_grad()
 def test_logits_behind_padding_are_those_without_it(variant, positions):
     """Whole, and through the cache in pieces, of which the first may hold nothing but padding; whatever the
@@ -217,7 +216,7 @@ def test_sampling_without_a_compiler_is_one_line(monkeypatch, capsys):
     assert "torch.compile does not work here (no g++)" in said
 
 
-def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypatch, capsys):
+def test_samples_are_drawn_in_one_batch(corpus, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     train(*flags(run, corpus, max_iters=2, taper="none", aux_weight=0.0, gate_end=2, bias=True))
     asked = watch(monkeypatch, "model.Transformer.generate", lambda model, prompts, *_, **more: prompts)
@@ -233,7 +232,6 @@ def test_samples_are_drawn_in_one_batch_on_any_device(corpus, tmp_path, monkeypa
     assert said[0] == said[1] != said[2]
     train(run / "ckpt.pt", "--prompt=def ", "--max_new_tokens=8", program="sample.py")
     assert f"{run / 'ckpt.pt'} is a checkpoint, at step 2" in capsys.readouterr().err
-    assert Sample().device == "auto"
     file = read_file(run / "model.pt")
     file["state"] = {n: t.bfloat16() if t.dim() == 2 else t for n, t in file["state"].items()}
     torch.save(file, run / "mixed.pt")

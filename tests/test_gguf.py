@@ -17,7 +17,7 @@ from data.tokenizer import load_tokenizer
 from forms import fold, from_file
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.gguf import header
-from nanonorm.hub import is_pretrained, read_pretrained
+from nanonorm.hub import read_pretrained
 from nanonorm.run import open_model
 from sample import tokenizer_of
 from scripts.exports import gguf as export
@@ -36,7 +36,6 @@ ARCHS = {  # GGUF's name -> (class of transformers, its config: rows of whole bl
     "qwen3": ("Qwen3ForCausalLM", ROTARY | {"head_dim": 128}),
     "gpt2": ("GPT2LMHeadModel", SIZES["GPT2LMHeadModel"] | {"n_embd": 64, "n_positions": 1024}),
 }
-every_arch = pytest.mark.parametrize("arch", ARCHS)
 
 
 def permuted(w, heads: int):
@@ -107,8 +106,10 @@ def assert_as_transformers(path: Path, idx) -> dict:
     return file
 
 
-@every_arch
-@pytest.mark.parametrize("quantized", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+STORED = {"Q4_1": "llama", "F32": "llama", "BF16": "qwen2", "F16": "qwen3", "Q8_0": "gpt2"}
+
+
+@pytest.mark.parametrize("quantized, arch", STORED.items())
 def test_the_same_logits_as_transformers(arch, quantized, tmp_path):
     path = write(tmp_path / "m.gguf", arch, quantized, tie_word_embeddings=quantized != "F16")
     file = assert_as_transformers(path, tokens(2, 40, vocab=VOCAB))
@@ -132,10 +133,9 @@ def assert_same_values(a: dict, b: dict):
     assert all(a[name].shape == b[name].shape and a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-@every_arch
-@pytest.mark.parametrize("quantized", ["F32", "Q4_1"])
-def test_there_and_back_has_every_bit(arch, quantized, tmp_path):
-    path = write(tmp_path / "m.gguf", arch, quantized, tie_word_embeddings=False)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_there_and_back_has_every_bit(arch, tmp_path):
+    path = write(tmp_path / "m.gguf", arch, "Q4_1", tie_word_embeddings=False)
     file = export.plain(from_file(read_pretrained(path), path))
     again = gguf_file(tmp_path / "again.gguf", file, arch)
     assert_same_values(values(path), values(again))
@@ -192,19 +192,15 @@ REFUSED = [
     ("llama", scaled(llama__rope__scaling__original_context_length="abc"), "='abc', which is no number"),
     ("llama", without("blk.1.ffn_up.weight"), "is not whole: tensor blk.1.ffn_up.weight is missing"),
     ("llama", without("token_embd.weight"), "is not whole: tensor token_embd.weight is missing"),
-    ("gpt2", without("blk.1.attn_qkv.bias"), "is not whole: tensor blk.1.attn_qkv.bias is missing"),
     ("llama", with_tensor("blk.0.attn_sinks.weight", 64), "for which our model has no place"),
-    ("qwen3", with_tensor("blk.0.attn_q.bias", 512), "blk.0.attn_q.bias, for which our model"),
     ("llama", with_tensor("output_norm.weight", 65), "output_norm.weight is (65,), not (64,)"),
     ("llama", with_tensor("blk.0.attn_norm.weight", 64, 0, np.int32), "gguf cannot read blk.0.attn_norm"),
     ("llama", with_tensor("rope_freqs.weight", 8, 3), "as no Llama 3 does"),
     ("llama", without("llama.block_count"), "is not whole: its metadata lack llama.block_count"),
-    ("llama", without("llama.attention.layer_norm_rms_epsilon"), "lack llama.attention.layer_norm_rms"),
     ("llama", with_key(llama__block_count=2**31), "says 2147483648 layers, and holds 21 tensors"),
     ("llama", with_key(llama__block_count=0), "says num_hidden_layers=0, which no setting"),
     ("llama", with_key(llama__attention__head_count=[4, 4]), "says num_attention_heads=[4, 4], which no"),
     ("llama", with_key(llama__rope__scaling__type="linear"), "says llama.rope.scaling.type='linear', which"),
-    ("llama", with_key(llama__rope__dimension_count=8), "says llama.rope.dimension_count=8, which no"),
     ("qwen2", with_key(qwen2__attention__sliding_window=4096), "sliding_window=4096, which no setting of"),
     ("gpt2", with_key(gpt2__attention__head_count_kv=2), "blk.0.attn_qkv.weight is (192, 64), not (128, 64)"),
 ]
@@ -221,7 +217,7 @@ def sound(tmp_path_factory) -> bytes:
     return write(tmp_path_factory.mktemp("sound") / "m.gguf", "llama", "Q8_0").read_bytes()
 
 
-@pytest.mark.parametrize("kept", [0, 3, 20, 60, 1000, 3000, -100])
+@pytest.mark.parametrize("kept", [3, 1000, -100])
 def test_a_truncated_file_is_one_line(kept, sound, tmp_path):
     (tmp_path / "m.gguf").write_bytes(sound[:kept])
     with refuses("cut short"):
@@ -231,14 +227,13 @@ def test_a_truncated_file_is_one_line(kept, sound, tmp_path):
 @pytest.mark.parametrize(
     "at, form, value, said",
     [
-        (4, "I", 1, "of version 2 or 3"),
         (4, ">I", 3, "version 2 or 3"),  # another machine's byte order
-        (16, "Q", 2**60, "is damaged, cut short"),
-        (24, "Q", 2**62, "is damaged, cut short"),  # the length of the first key
+        (16, "<Q", 2**60, "is damaged, cut short"),
+        (24, "<Q", 2**62, "is damaged, cut short"),  # the length of the first key
     ],
 )
 def test_a_header_that_asks_for_too_much_takes_no_memory(at, form, value, said, sound, tmp_path):
-    number = struct.pack(form if form[0] == ">" else f"<{form}", value)
+    number = struct.pack(form, value)
     (tmp_path / "m.gguf").write_bytes(sound[:at] + number + sound[at + len(number) :])
     with refuses(said), Peak() as peak:
         read_pretrained(tmp_path / "m.gguf")
@@ -263,16 +258,11 @@ def test_without_the_package(sound, tmp_path, monkeypatch):
         read_pretrained(tmp_path / "m.gguf")
 
 
-def test_ollamas_files_have_no_ending(sound, tmp_path):
-    (tmp_path / "sha256-1234").write_bytes(sound)
-    (tmp_path / "README.md").write_text("GG")
-    assert is_pretrained(tmp_path / "sha256-1234") and not is_pretrained(tmp_path / "README.md")
-
-
-def test_a_command_says_one_line(sound, tmp_path, capsys):
+def test_ollamas_files_have_no_ending(sound, tmp_path, capsys):
     assert "no such file or folder: nowhere.gguf" in refused(capsys, "nowhere.gguf", program="sample.py")
-    (tmp_path / "m.gguf").write_bytes(sound)
-    assert "holds no tokenizer; name another" in refused(capsys, tmp_path / "m.gguf", program="sample.py")
+    (tmp_path / "sha256-1234").write_bytes(sound)
+    said = refused(capsys, tmp_path / "sha256-1234", program="sample.py")
+    assert "sha256-1234 holds no tokenizer; name another" in said
 
 
 # --- tokenizers
@@ -293,16 +283,18 @@ def with_tokenizer(path: Path, own) -> Path:
     return finished(writer, path)
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "sentencepiece"])
-def test_a_tokenizer_comes_back(kind, tmp_path):
-    own = tokenizer_json(kind, tmp_path / "own")
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "sentencepiece", "our own"])
+def test_a_tokenizer_comes_back(kind, corpus, tmp_path):
+    """A tokenizer.model of ours as a tokenizer.json, which takes U+2581 for a space."""
+    ours = kind == "our own"
+    own = load_tokenizer(corpus) if ours else tokenizer_json(kind, tmp_path / "own")
     read = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", own))
     for text in TEXTS:
         ids = own.encode(text)
         assert read.encode(text) == ids and read.decode(ids) == own.decode(ids)
-    for what in ("vocab_size", "eot_id", "end_ids", "bos_id", "template"):
+    for what in ("vocab_size", "eot_id", "end_ids", "bos_id"):
         assert getattr(read, what) == getattr(own, what), what
-    assert read.same_ids(own)
+    assert ours or (read.same_ids(own) and read.template == own.template)
 
 
 @pytest.mark.parametrize("kind, sink", [("gpt-2", None), ("sentencepiece", None), ("sentencepiece", 1)])
@@ -319,23 +311,13 @@ def test_transformers_begins_a_text_as_we_do(kind, sink, tmp_path, code_cache):
     assert load_tokenizer(folder).bos_id == own.bos_id
 
 
-def test_a_sentencepiece_model_comes_back(corpus, tmp_path):
-    """As a tokenizer.json, which takes U+2581 for a space."""
-    tokenizer = load_tokenizer(corpus)
-    read = load_tokenizer(with_tokenizer(tmp_path / "m.gguf", tokenizer))
-    assert [read.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
-    assert (read.eot_id, read.bos_id, read.end_ids) == (tokenizer.eot_id, None, tokenizer.end_ids)
-
-
 @pytest.mark.parametrize(
     "key, value, said",
     [
         ("model", "bert", "holds a tokenizer of kind 'bert', not gpt2 or llama"),
         ("pre", "tekken", "splits text as 'tekken' does, not as one of gpt-2, smollm"),
-        ("pre", ["llama3"], "splits text as \"['llama3']\" does, not as one of"),
         ("merges", ["a b c"], "is not a sound tokenizer.json"),
         ("eos_token_id", 70000, "holds a damaged tokenizer (list index out of range)"),
-        ("token_type", [1], "holds a damaged tokenizer (list index out of range)"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_is_one_line(key, value, said, tmp_path):

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import refuses, same_state, scale_of_difference, slow, tiny, tokens
+from conftest import refuses, same_state, scale_of_difference, tiny, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import refused, said_by
@@ -226,12 +226,11 @@ def test_a_head_that_is_tied_and_stored(tmp_path):
         read_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_type_that_is_asked_for_or_the_files(dtype, tmp_path):
+def test_the_type_that_is_asked_for_or_the_files(tmp_path):
     saved(tmp_path, "Qwen3ForCausalLM", dtype=torch.float32)
-    state = read_pretrained(tmp_path, dtype)["state"]
-    assert same_state(state, {n: t.to(dtype) for n, t in read_pretrained(tmp_path)["state"].items()})
-    save_file({n: t.to(dtype) for n, t in all_tensors(tmp_path).items()}, tmp_path / "model.safetensors")
+    state = read_pretrained(tmp_path, torch.bfloat16)["state"]
+    assert same_state(state, {n: t.bfloat16() for n, t in read_pretrained(tmp_path)["state"].items()})
+    save_file({n: t.bfloat16() for n, t in all_tensors(tmp_path).items()}, tmp_path / "model.safetensors")
     assert same_state(state, read_pretrained(tmp_path)["state"])  # the file's own
     change_tensors(tmp_path, lambda tensors: {n: t.float() if "norm" in n else t for n, t in tensors.items()})
     assert {t.dtype for t in read_pretrained(tmp_path)["state"].values()} == {torch.float32}  # the widest
@@ -254,9 +253,7 @@ def test_tensors_outlive_their_file(tmp_path):
     "readme, said",
     [
         (None, None),
-        ("# No front matter\nlicense: mit\n", None),
-        ("---\nlanguage: en\nlicense: apache-2.0\ntags: [a]\n---\n# Title\n", "apache-2.0"),
-        ('---\nlicense: "llama3.2"\n---\n', "llama3.2"),
+        ('---\nlanguage: en\nlicense: "llama3.2"\ntags: [a]\n---\n# Title\n', "llama3.2"),
         ("---\nlanguage: en\n---\nlicense: mit\n", None),
     ],
 )
@@ -287,10 +284,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (GPT2, {"attn_pdrop": 0.0}, "attn_pdrop=0.0 and resid_pdrop=0.1; one setting, dropout, is both"),
         (GPT2, {"n_head": "4"}, "n_head='4'"),
-        (GPT2, {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon=-1.0"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA, {"attention_bias": True}, "mlp_bias=False; one setting, bias, is both"),
-        (LLAMA, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (LLAMA, {"rope_parameters": YARN}, "rope_type='yarn'"),
         (LLAMA, {"rope_parameters": {"full_attention": YARN}}, "rope_parameters by layer"),
         (LLAMA, {"rope_parameters": LLAMA3 | {"factor": None}}, "rope_scaling.0=None"),
@@ -302,11 +297,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
         (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM'"),
         (LLAMA, {"architectures": None, "model_type": "mamba"}, "architecture 'None'"),
         (LLAMA, {"num_hidden_layers": 10**6}, "1000000 layers, the files hold 21 tensors"),
-        (LLAMA, {"num_hidden_layers": 1}, "holds a tensor model.layers.1.input_layernorm.weight"),
         (LLAMA, {"vocab_size": 2**23}, "model.embed_tokens.weight is (61, 24), not (8388608, 24)"),
-        (GPT2, {"n_positions": 65}, "transformer.wpe.weight is (64, 24), not (65, 24)"),
         (QWEN2, {"architectures": [LLAMA]}, "holds a tensor model.layers.0.self_attn.k_proj.bias"),
-        (QWEN3, {"architectures": [QWEN2]}, "holds a tensor model.layers.0.self_attn.k_norm.weight"),
     ],
 )  # fmt: skip
 def test_what_no_setting_holds(name, keys, said, tmp_path):
@@ -332,8 +324,8 @@ def drop(folder: Path):
     change_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if "norm" not in n})
 
 
-def cast(folder: Path, to):
-    change_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(24).to(to)})
+def cast(folder: Path):
+    change_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(24).to(torch.int8)})
 
 
 def first(folder: Path) -> Path:
@@ -344,18 +336,16 @@ def first(folder: Path) -> Path:
     "make, damage, said",
     [
         (whole, lambda f: cut(f / WHOLE, -8), "model.safetensors is damaged or cut short"),
-        (whole, lambda f: cut(f / WHOLE, 0), "model.safetensors is damaged or cut short"),
         (whole, lambda f: (f / WHOLE).unlink(), "holds no weights"),
+        (whole, lambda f: (f / WHOLE).rename(f / "pytorch_model.bin"), "pytorch_model.bin is a pickle"),
         (whole, lambda f: cut(f / "config.json", 40), "config.json is damaged"),
         (whole, lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: not a JSON object"),
         (whole, lambda f: (f / "config.json").unlink(), "it has no config.json"),
         (whole, drop, "tensor model.layers.0.input_layernorm.weight is missing"),
-        (whole, lambda f: cast(f, torch.int8), "model.norm.weight is of type I8"),
-        (whole, lambda f: cast(f, torch.float8_e4m3fn), "model.norm.weight is of type F8_E4M3"),
+        (whole, cast, "model.norm.weight is of type I8"),
         (in_shards, lambda f: cut(first(f), -3), "is damaged or cut short"),
         (in_shards, lambda f: first(f).unlink(), "-00001-of-"),
         (in_shards, lambda f: cut(f / INDEX, 99), "index.json is damaged"),
-        (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "must name files beside it"),
         (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'), "files beside it"),
         (in_shards, lambda f: (f / INDEX).write_text('{"weight_map": {"a": [1]}}'), "index.json is damaged"),
     ],
@@ -366,29 +356,16 @@ def test_a_damaged_folder(make, damage, said, tmp_path):
         read_pretrained(tmp_path)
 
 
-def test_a_pickle_is_refused_with_the_remedy(tmp_path):
-    saved(tmp_path, LLAMA)
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    read_pretrained(tmp_path)  # beside the other it is not looked at
-    (tmp_path / "model.safetensors").unlink()
-    with refuses("pytorch_model.bin is a pickle", "save_pretrained"):
-        open_model(tmp_path)
-
-
 @pytest.mark.parametrize(
     "variant, more, said",
     [
         ("coupled", {}, "norm=coupled"),
-        ("dyt", {}, "norm=dyt"),
         ("rmsnorm-internal", {}, "taper=internal"),
         ("layernorm", {}, "norm=layernorm"),
-        ("layernorm", {"positions": "learned", "mlp": "gelu"}, "bias=False"),
-        ("rmsnorm", {"mlp": "gelu"}, "mlp=gelu"),
         ("rmsnorm", {"qk_norm": True, "bias": True}, "qk_norm=True"),
         ("rmsnorm", {"n_head": 5, "head_dim": 4}, "n_embd=24"),
         ("layernorm", {**LEARNED, "n_kv_head": 2}, "n_kv_head=2"),
         ("layernorm", {**LEARNED, "head_dim": 4}, "head_dim=4"),
-        ("layernorm", {**LEARNED, "n_head": 5, "head_dim": 4}, "n_embd=24"),
         ("rmsnorm", {"sink_token": 3}, "sink_token=3"),
     ],
 )
@@ -399,25 +376,18 @@ def test_what_no_stock_class_holds(variant, more, said, tmp_path):
 
 
 def test_a_model_of_our_own_goes_out(tmp_path):
-    """Llama from scratch, with the scale anchor's averages beside it."""
-    model = tiny("rmsnorm", aux_weight=0.1, n_kv_head=2).eval()
+    """The scale anchor's averages stay here, and others may read the file."""
+    model, idx = tiny("rmsnorm", aux_weight=0.1).eval(), tokens(2, 16)
     write_pretrained(model.to_file({}), tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    idx = tokens(2, 16)
     assert scale_of_difference(model(idx), theirs(idx).logits) < TOLERANCE[torch.float64]
-    assert theirs.config.eos_token_id is None
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_what_cannot_go_out_is_refused(tmp_path):
-    file = tiny("rmsnorm", tie_embeddings=False).to_file({})
+    with refuses("cannot write"):
+        write_pretrained(model.to_file({}), tmp_path / "config.json/out")
+    file = model.to_file({})
     file["state"]["lm_head.bias"] = torch.zeros(61)
     with refuses("LlamaForCausalLM has no place for lm_head.bias"):
         write_pretrained(file, tmp_path / "out")
-    (tmp_path / "file").write_text("")
-    with refuses("cannot write"):
-        write_pretrained(tiny("rmsnorm").to_file({}), tmp_path / "file/out")
 
 
 # --- the front door
@@ -428,8 +398,7 @@ def test_open_model_tells_folders_apart(tmp_path):
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"max_iters": 60, "out_dir": "run"}))
     write_file(tiny("rmsnorm").to_file({}), run / "model.pt")
-    own = run / "model.pt"
-    for name, path in ((pretrained, pretrained), (run, own), (own, own)):
+    for name, path in ((pretrained, pretrained), (run, run / "model.pt")):
         file, where = open_model(str(name))
         assert where == path and from_file(file, where)
     cut(pretrained / "config.json", 40)
@@ -516,22 +485,13 @@ print(sum(t.nbytes for t in state.values()), peak.bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measured by /proc")
-@pytest.mark.parametrize(
-    "name, stored, read",
-    [
-        (GPT2, "float32", "None"),
-        slow(LLAMA, "bfloat16", "None"),
-        slow(LLAMA, "float32", "None"),
-        slow(GPT2, "float32", "bfloat16"),
-    ],
-)
-def test_reading_takes_the_weights_and_no_more(name, stored, read, tmp_path):
+@pytest.mark.parametrize("stored, read", [("float32", "None"), ("bfloat16", "None"), ("float32", "bfloat16")])
+def test_reading_takes_the_weights_and_no_more(stored, read, tmp_path):
     """The peak is at most 1.1 times the weights, 16 M of them, and the largest tensor of the mapped files."""
-    sizes = {"n_embd": 512, "n_layer": 4, "n_head": 8}
-    if name == LLAMA:
-        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
-    model = made(name, getattr(torch, stored), vocab_size=4000, **sizes)
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+    model = made(LLAMA, getattr(torch, stored), vocab_size=4000, **sizes)
     model.save_pretrained(tmp_path, max_shard_size="20MB")
     weights, peak = map(int, said_by("-c", MEASURE, tmp_path, read).split())
     largest = max(p.nbytes for p in model.parameters())

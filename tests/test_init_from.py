@@ -415,14 +415,7 @@ def test_what_a_named_knob_makes_pointless_is_let_go_of():
 # --- dropout's masks are a function of (seed, step, micro-batch)
 
 
-def test_dropout_acts_and_differs_from_step_to_step(corpus, tmp_path):
-    knobs = dict(taper="none", aux_weight=0.0, max_iters=3, eval_interval=3, warmup_iters=0, learning_rate=0)
-    for dropout in (0.0, 0.5):
-        train(*flags(tmp_path / str(dropout), corpus, **knobs, dropout=dropout, log_interval=1))
-    plain, dropped = metrics(tmp_path / "0.0"), metrics(tmp_path / "0.5")
-    assert plain[-1]["val/loss"] == dropped[-1]["val/loss"]  # off in evaluation, and nothing was learned
-    assert all(a["train/ce"] != b["train/ce"] for a, b in zip(plain, dropped, strict=True))
-
+def test_dropouts_masks_differ_from_step_to_step():
     _, step = small_run("rmsnorm", dropout=0.5, learning_rate=0.0)
     found = []
     for k in (0, 1, 0):  # the same windows; at rate 0 nothing but the masks changes

@@ -113,11 +113,6 @@ def test_tasks_that_are_named_run_once(named, tmp_path, monkeypatch):
     assert asked == [("a,b", ["--limit", "9"])]
 
 
-def test_the_reason_is_the_last_error_and_no_progress_bar():
-    said = ["ValueError: the first", "RuntimeError: the last", "Running loglikelihood requests: 0%|  | 0/9"]
-    assert harness.reason(said) == said[1] and harness.reason(said[2:]) == said[2]
-
-
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     """And what is longer than the context is counted."""
@@ -134,9 +129,8 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_a_text_behind_a_sink_begins_without_it(saved, corpus, tmp_path):
-    export = convert(
-        saved(network("llama", "internal", torch.float32, sink_token=3)), "hf", tmp_path / "export"
-    )
+    source = saved(network("llama", "internal", torch.float32, sink_token=3))
+    export = convert(source, "hf", tmp_path / "export")
     _, found = lm_eval(tmp_path / "out", export, "--local", "--tasks", "local_text")
     model, tokenizer = open_network(str(export)).model, load_tokenizer(corpus)
     (end_of_line,) = tokenizer.encode("\n")
@@ -144,22 +138,17 @@ def test_a_text_behind_a_sink_begins_without_it(saved, corpus, tmp_path):
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
 
 
-def by_itself() -> list[str]:
-    """The command of docs/export.md that takes no script of ours."""
-    (words,) = [w for w in commands_in((ROOT / "docs/export.md").read_text()) if w[0] == "lm_eval"]
-    return words
-
-
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_lm_eval_takes_an_export_by_itself(reference, tmp_path):
-    """The command as it stands, on an export and a task that need no hub."""
+    """The command of docs/export.md as it stands, on an export and a task that need no hub."""
+    (command,) = [w for w in commands_in((ROOT / "docs/export.md").read_text()) if w[0] == "lm_eval"]
     export, tasks = tmp_path / "export", tmp_path / "tasks"
     convert(reference, "hf", export)
     tasks.mkdir()
     task = (SCRIPT.parent / "tasks/local_choice.yaml").read_text()
     (tasks / "local_choice.yaml").write_text(task.replace("CHOICES", str(CHOICES)))
     instead = {"out/demo-hf": str(export), "hellaswag": "local_choice"}
-    words = [re.sub("|".join(instead), lambda found: instead[found[0]], word) for word in by_itself()]
+    words = [re.sub("|".join(instead), lambda found: instead[found[0]], word) for word in command]
     assert str(export) in " ".join(words) and words[-1] == "local_choice"
     offline = {**HERE, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     more = ["--include_path", tasks, "--device", "cpu", "--output_path", tmp_path / "out"]
@@ -177,8 +166,7 @@ def test_a_text_and_an_export_may_have_any_name(reference, tmp_path):
     text.write_text("A line, and another.\n" * 20)
     convert(reference, "hf", export)
     cache = tmp_path / "modules"
-    out, modules = tmp_path / "out", {"HF_MODULES_CACHE": str(cache)}
-    _, found = lm_eval(out, export, "--local", f"--text={text}", **modules)
+    _, found = lm_eval(tmp_path / "out", export, "--local", f"--text={text}", HF_MODULES_CACHE=str(cache))
     model = load_model(reference / "folded.pt")
     bits = bits_per_byte(model, load_tokenizer(reference), text.read_text())
     assert found["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)

@@ -1,7 +1,6 @@
 """Not Linux alone: a run without fcntl, /proc and a C library to ask; and what a device can do."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -16,7 +15,7 @@ from running import ROOT, assert_goes_on_from, assert_same_run, cut_back, flags,
 
 from config import Config
 from data.sampling import sent
-from nanonorm.machine import Replayed, keep_freed_memory, pick_device, pick_dtype, widest_float
+from nanonorm.machine import Replayed, pick_device, pick_dtype, widest_float
 from nanonorm.optimizer import make_optimizer
 from nanonorm.timing import captured
 
@@ -82,12 +81,6 @@ def test_the_demo_on_a_system_that_is_not_linux(corpus, tmp_path):
     assert {"C library", "/proc/cpuinfo"} <= set(json.loads(lines[-1]))  # or nothing was hidden
     header = json.loads((there / "metrics.jsonl").read_text().splitlines()[0])
     assert header["versions"]["processor"] == platform.machine()
-
-
-@pytest.mark.parametrize("error", [OSError, TypeError, AttributeError])
-def test_memory_is_kept_only_where_the_c_library_can(monkeypatch, error):
-    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=error("no library by that name")))
-    keep_freed_memory()
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this is a Mac")

@@ -26,9 +26,9 @@ from test_taper import normalized
 from forms import FORMS, fold, load_model
 from model import NORMS, Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Transformer, attend
 from nanonorm.cache import KVCache
-from nanonorm.files import FORMAT, read_file
+from nanonorm.files import FORMAT
 from nanonorm.generation import sample_token
-from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, turned_off
+from nanonorm.kernels import chunked_cross_entropy, turned_off
 from nanonorm.metrics import diagnostics
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -50,22 +50,6 @@ def test_parameter_totals_are_the_papers_sizes(width, hidden, total):
     assert sum(p.numel() for p in model.parameters()) == total
 
 
-VECTORS = {
-    "rmsnorm": "weight", "coupled": "weight", "layernorm": "weight bias", "layernorm-nobias": "weight",
-    "cbwc": "weight bias", "cbwc-nobias": "weight", "dyt": "weight bias alpha", "derf": "weight bias alpha s",
-    "rmsnorm-all-aux": "weight weight_tilde c ema_num ema_den ema_count",
-    "layernorm-all": "weight bias weight_tilde c ema_num ema_den ema_count",
-    "layernorm-all-fake": "weight bias c ema_s ema_count",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", VECTORS)
-def test_a_norms_tensors_have_the_names_of_the_files(variant):
-    model = Transformer(tiny_config(variant))
-    for norm in (model.blocks[0].norm_attn, model.blocks[1].norm_mlp, model.norm_final):
-        assert norm.state_dict().keys() == set(VECTORS[variant].split())
-
-
 @every_variant
 def test_norms_start_at_one_and_shifts_at_zero(variant):
     starts = {"weight": 1.0, "weight_tilde": 1.0, "bias": 0.0, "alpha": 0.5, "s": 0.0, "emb_scale": 1.5}
@@ -74,13 +58,6 @@ def test_norms_start_at_one_and_shifts_at_zero(variant):
     for name, p in vectors.items():
         if variant != "dyt-scaled" or not name.endswith("alpha"):  # those: tests/test_initialization.py
             assert (p == starts[name.split(".")[-1]]).all(), name
-
-
-def test_randomize_leaves_no_gain_at_one_and_no_shift_at_zero():
-    """On which the other tests lean."""
-    for name, p in tiny("layernorm-all").named_parameters():
-        if p.dim() == 1:
-            assert ((p - 1).abs() > 1e-4).all() and (p.abs() > 1e-4).all(), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -181,14 +158,6 @@ def test_generate_is_reproducible_by_seed_and_leaves_the_global_stream_and_the_m
     assert model.training
     # unseeded: the global stream
     assert not torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))
-
-
-def test_greedy_in_every_spelling():
-    model, prompt = tiny("rmsnorm", std=0.1), tokens(2, 4)
-    greedy = model.generate(prompt, 20, temperature=0)
-    for other in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}):
-        assert torch.equal(model.generate(prompt, 20, seed=3, **other), greedy), other
-    assert not torch.equal(model.generate(prompt, 20, seed=3), greedy)
 
 
 @given(
@@ -299,26 +268,6 @@ def test_rmsnorm_and_layernorm_are_their_formulas(variant):
     for norm in (model.blocks[0].norm_attn, model.norm_final):
         assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
         assert scale_of_difference(norm(h), printed(h, centre, 0.03, norm.weight, norm.bias)) <= EXACT
-
-
-@pytest.mark.parametrize("shift", [False, True])
-def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
-    rng = torch.Generator().manual_seed(0)
-    h, gate_up = (torch.randn(2, 3, n, dtype=torch.float64, generator=rng).requires_grad_() for n in (10, 12))
-    weight, bias = (torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_() for _ in range(2))
-    fixed = torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_()
-    norm = (h, weight, bias if shift else None, 0.03, fixed if shift else None)
-    assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
-    wanted = printed(h, False, 0.03, weight, norm[2]) + shift * fixed * h
-    assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], wanted) <= EXACT
-    down = torch.randn(5, 6, dtype=torch.float64, generator=rng).requires_grad_()
-    frozen = [t.detach() if t is not None and t is not h and not isinstance(t, float) else t for t in norm]
-    assert torch.autograd.gradcheck(lambda h: EagerRMSNorm.apply(h, *frozen[1:])[0], (h,))
-    assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up, down))
-    assert torch.autograd.gradcheck(lambda x: EagerSwiGLU.apply(x, down.detach()), (gate_up,))
-    gate, up = gate_up.chunk(2, -1)
-    wanted = gate * torch.sigmoid(gate) * up @ down.t()
-    assert scale_of_difference(EagerSwiGLU.apply(gate_up, down), wanted) <= EXACT
 
 
 def test_the_mlp_under_autocast_is_as_exact_as_autograds():
@@ -473,7 +422,7 @@ def test_the_bare_statistics_are_float32_for_half_inputs_and_float64_stays(low):
 # --- CBWC is LayerNorm
 
 LIKE_LAYERNORM = [
-    {}, {"tie_embeddings": False}, {"norm_bias": False}, {"n_kv_head": 2}, {"bias": True, "qk_norm": True},
+    {}, {"tie_embeddings": False}, {"norm_bias": False}, {"bias": True, "qk_norm": True},
     {"positions": "learned", "mlp": "gelu", "bias": True},
 ]  # fmt: skip
 
@@ -495,8 +444,8 @@ def test_cbwc_training_is_layernorm_training(more):
 # --- files
 
 
-def save(model, path, meta=None, **more):
-    torch.save({**model.to_file(meta or {}), **more}, path)
+def save(model, path, meta):
+    torch.save(model.to_file(meta), path)
     return path
 
 
@@ -524,10 +473,7 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
         model.calibrate()
     model.set_phase(phase)
     model.gate.fill_({"norm": 1.0, "blend": 0.61, "scale": 0.0}[phase])
-    meta = {"phase": phase, "gate": model.gate.tolist(), "step": 12}
-    more = {"optimizer": torch.optim.AdamW(model.parameters()).state_dict(), "extra": [1, "two"]}
-    path = save(model, tmp_path / "ckpt.pt", meta, **more)
-    again = load_model(path)
+    again = load_model(save(model, tmp_path / "ckpt.pt", {"phase": phase, "gate": model.gate.tolist()}))
     assert again.phase == phase and torch.equal(again.gate, model.gate)
     assert_same(again.state_dict(), model.state_dict())
     assert torch.equal(again(idx), model.eval()(idx))
@@ -536,7 +482,6 @@ def test_a_checkpoint_goes_on_where_it_stood(variant, phase, tmp_path):
     assert_same(model(idx, targets), again(idx, targets))
     wanting = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (model, again)]
     assert wanting[0] == wanting[1]
-    assert read_file(path)["extra"] == [1, "two"]
 
 
 def test_what_ones_own_loop_has_trained_is_read_as_it_was(tmp_path):
@@ -569,23 +514,18 @@ EDITED = {  # what is wrong -> (what takes the place of the file's own, None for
     "unknown config key": ({"config": {"n_heads": 4}}, "n_heads"),
     "config of another model": ({"config": {"n_layer": 3}}, "blocks.2"),
     "config that means nothing": ({"config": {"n_head": 5}}, "n_head=5"),
-    "no heads": ({"config": {"n_head": 0}}, "n_head"),
-    "no layers": ({"config": {"n_layer": 0}}, "n_layer"),
     "text for a number": ({"config": {"n_embd": "24"}}, "n_embd"),
     "unknown form": ({"config": {"form": "melted"}}, "melted"),
     "unknown phase": ({"meta": {"phase": "melted"}}, "melted"),
     "later format": ({"meta": {"format": FORMAT + 1}}, f"of format {FORMAT + 1}"),
     "gate of text": ({"meta": {"gate": "open"}}, "gate"),
-    "gates of text": ({"meta": {"gate": ["open"]}}, "gate"),
     "too many gates": ({"meta": {"gate": [1.0] * 99}}, "99 gates"),
 }
 OTHERS = {  # what is wrong -> (writes it, what is said)
-    "bare state dict": (lambda m, p: torch.save(m.state_dict(), p), "config"),
     "a list": (lambda m, p: torch.save([1, 2], p), "config"),
     "no meta": (lambda m, p: torch.save({"config": {}, "state": m.state_dict()}, p), "meta"),
     "a whole module": (lambda m, p: torch.save(m, p), "cannot be read"),
     "text": (lambda m, p: p.write_text("hello\nworld"), "cannot be read"),
-    "empty": (lambda m, p: p.write_bytes(b""), "cannot be read"),
     "folder": (lambda m, p: p.mkdir(), "folder"),
     "missing": (lambda m, p: None, "no model file"),
 }
@@ -610,32 +550,19 @@ def test_a_bad_file_is_one_line(case, tmp_path):
 # --- configurations that mean nothing
 
 MEANS_NOTHING = [
-    ({"n_embd": 100, "n_head": 16}, "n_head=16"),
     ({"n_embd": 30, "n_head": 4}, "or head_dim be given"),
-    ({"n_embd": 48, "n_head": 16}, "even"),
     ({"head_dim": 5}, "head_dim=5 must be even"),
     ({"n_kv_head": 3}, "n_kv_head=3"),
     ({"norm": "batchnorm"}, "batchnorm"),
-    ({"taper": "some"}, "some"),
-    ({"form": "melted"}, "melted"),
-    *(({"norm": n, "taper": "all"}, f"with {n} use taper=none") for n in ["coupled", "cbwc", "dyt", "derf"]),
-    *(
-        ({"norm": n, "norm_bias": False}, "a norm with a shift")
-        for n in ["rmsnorm", "coupled", "dyt", "derf"]
-    ),
-    ({"coupled_grad": True}, "coupled_grad=True needs norm=coupled"),
+    ({"norm": "cbwc", "taper": "all"}, "with cbwc use taper=none"),
+    ({"norm": "coupled", "norm_bias": False}, "a norm with a shift"),
     ({"norm": "cbwc", "coupled_from_layer": 1}, "coupled_from_layer=1 needs norm=coupled"),
     ({"norm": "coupled", "coupled_from_layer": 8}, "below n_layer"),
     ({"taper_from_layer": 1}, "taper_from_layer=1 needs taper=internal or all"),
-    ({"taper": "final", "taper_from_layer": 1}, "needs taper=internal or all, not taper=final"),
     ({"taper": "all", "taper_from_layer": 8}, "below n_layer"),
     ({"calib_skip_first": True}, "needs a taper"),
     ({"calib_skip_first": True, "taper": "all", "block_size": 1}, "block_size above 1"),
-    ({"calibration": "mean_scale"}, "needs a taper"),
-    ({"calibration": "mean_scale", "taper": "all", "norm": "dyt"}, "a taper needs"),
     ({"anchor_target": "batch"}, "needs aux_weight"),
-    ({"anchor_unit": "relative"}, "needs aux_weight"),
-    ({"positions": "learned", "rope_base": 5e5}, "need positions=rope"),
     ({"positions": "learned", "rope_scaling": (8.0, 1.0, 4.0, 64.0)}, "need positions=rope"),
     ({"rope_scaling": (8.0, 1.0, 4.0)}, "must be four numbers"),
     ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "high must be above low"),
@@ -643,12 +570,10 @@ MEANS_NOTHING = [
     ({"taper_qk": True, "qk_norm": True}, "taper=internal or all"),
     ({"taper_qk": True, "taper": "all"}, "needs qk_norm=True"),
     ({"dyt_alpha": (1, 1, 1)}, "needs norm=dyt or derf, not norm=rmsnorm"),
-    ({"norm": "dyt", "dyt_alpha": (1, 1)}, "is three numbers up to 1e6"),
     ({"norm": "dyt", "dyt_alpha": (1, 1, 1e39)}, "is three numbers up to 1e6"),
-    ({"taper_ceiling": 2.0}, "taper_ceiling=2.0 needs a taper by least_squares"),
     # c that follows the stream would be fitted to what the ceiling leaves of it
     ({"taper": "all", "calibration": "mean_scale", "taper_ceiling": 2.0}, "needs a taper by least_squares"),
-    *(({"norm": n, "site_weight": 1.0}, "site_weight") for n in ["coupled", "cbwc", "dyt", "derf"]),
+    ({"norm": "cbwc", "site_weight": 1.0}, "site_weight"),
     ({"site_far": 1.0}, "site_weight"),
     ({"taper": "internal", "form": "folded", "site_weight": 1.0}, "which are gone"),
     ({"vocab_size": 61, "sink_token": 61}, "sink_token=61 must be below vocab_size=61"),

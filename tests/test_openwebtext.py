@@ -45,14 +45,6 @@ def test_the_split_is_that_of_the_recipe(hub, bpe_corpus, tmp_path, capfd):
     data.open_corpus(tmp_path, 16)
 
 
-def test_without_the_hub_a_set_to_evaluate_on_has_a_way_out(monkeypatch, bpe_corpus, tmp_path, capsys):
-    unreachable = Mock(side_effect=OSError("no network"))
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    words = ["--set=pile", f"--tokenizer={bpe_corpus}", f"--out_dir={tmp_path / 'out'}"]
-    said = refused(capsys, *words, program=HELD_OUT)
-    assert "cannot reach apollo-research" in said and "--text=FILE" in said
-
-
 def corpus_of_ones_own(name: str, monkeypatch, tmp_path, code: str = ""):
     """The folder of a corpus that is not prepared yet, in a checkout of its own."""
     folder = tmp_path / "data" / name
@@ -88,15 +80,6 @@ def test_a_corpus_that_cannot_be_prepared_says_what_to_do(does, raised, said, mo
     with pytest.raises(raised):
         data.prepare_if_missing(folder)
     assert said in capfd.readouterr().err
-
-
-def test_a_corpus_in_given_tokens_is_every_runs(monkeypatch, tmp_path, capfd):
-    folder = corpus_of_ones_own("demo", monkeypatch, tmp_path)
-    data.prepare_if_missing(folder)
-    assert capfd.readouterr().err == ""
-    data.prepare_if_missing(folder, "some/model")
-    said = capfd.readouterr().err
-    assert "in the tokens of some/model now, for every run; python data/demo/prepare.py gives" in said
 
 
 # --- the sets to evaluate on
@@ -190,9 +173,7 @@ def test_text_of_ones_own(corpus, bpe_corpus, tmp_path):
     ("flags", "said"),
     [
         ([], "either --set, one of openwebtext, pile, pile_filtered, or --text"),
-        (["--set=pile", "--text=x"], "either --set"),
         (["--set=pile"], "name the folder to write"),
-        (["--text=own.txt"], "--out_dir"),
         (["--text=missing.txt", "--out_dir=out"], "'missing.txt' is not a file"),
         (["--text=empty.txt", "--out_dir=out"], "empty.txt holds no text"),
         (["--set=openwebtext", "--out_dir=out", "--corpus="], "--corpus= names no folder"),

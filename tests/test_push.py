@@ -69,7 +69,6 @@ def test_an_export_is_pushed_as_it_stands(flags, private, stand_in, saved, capsy
         ("me/taken", "hf_good", "me/taken is on the hub already; name another"),
         ("it", "hf_good", "--push=it lacks the account: --push=USER/NAME"),
         ("me/a b", "hf_good", "--push=me/a b names no repository"),
-        ("me/it/is", "hf_good", "--push=me/it/is names no repository"),
         ("me/it", "", "--push needs a token that may write: run `hf auth login`"),
         ("me/it", "hf_bad", "--push=me/it: the Hugging Face hub does not take it"),
     ],
@@ -77,7 +76,7 @@ def test_an_export_is_pushed_as_it_stands(flags, private, stand_in, saved, capsy
 def test_a_bad_push_is_refused_at_once(name, token, words, stand_in, saved, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.setattr("scripts.convert.open_source", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr("nanonorm.run.open_model", lambda *_: pytest.fail("went on"))
     source = saved(network("ours"))
     error = refused(capsys, source, f"--out={tmp_path / 'out'}", f"--push={name}", program=CONVERT)
     assert words in error and "hf_bad" not in error and nothing_left(tmp_path)
@@ -117,9 +116,6 @@ def test_the_hub_reads_what_the_run_knows(to, library, saved, tmp_path):
     assert (loss.metric_type, loss.metric_value, bits.metric_value) == ("loss", 2.5, 0.75)
     of = (loss.dataset_type, loss.dataset_split, loss.dataset_revision)
     assert of == ("somebody/stories", "validation", "0123abc")
-    raw = hub.metadata_load(out / "README.md")
-    again = hub.ModelCardData(**raw).to_dict()  # as the client would write it
-    assert raw.keys() == again.keys() and raw["model-index"] == again["model-index"]
 
 
 def test_what_is_not_known_is_left_out(saved, tmp_path):

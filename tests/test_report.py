@@ -20,6 +20,7 @@ from running import refused
 
 from config import Config
 from forms import export_files
+from nanonorm.errors import BadInput
 from nanonorm.files import FORMAT
 from nanonorm.plots import smooth
 from scripts import report
@@ -141,7 +142,6 @@ def test_every_figure_and_every_number_behind_it_is_written(small):
     points = points_of(out)
     assert {p["figure"] for p in points} == set(shown)
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
-    assert all(float(p["low"]) <= float(p["mean"]) + 1e-9 <= float(p["high"]) + 2e-9 for p in points)
     logits, scale = (lambda t: 100 + 60 * t), (lambda t: 0.2 * (1 + t))
     for panel, value in (("Norm of the logits", logits), ("Scale of the last stream", scale)):
         at = {int(p["x"]) / 400: p for p in points_of(out, "logits", panel, "all")}
@@ -280,10 +280,9 @@ def test_sizes_lengths_and_settings_are_never_averaged(undrawn, tmp_path):
     assert table(sections[0], "Validation loss")["internal"][0] == "2"
     points = points_of(tmp_path / "out")
     assert len({(p["figure"], p["panel"], p["curve"], p["x"]) for p in points}) == len(points)
-    assert {p["figure"] for p in points} == set(figures_of(text))
 
 
-def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path, capsys):
+def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path):
     """But not a setting of fewer seeds."""
     runs = tmp_path / "runs"
     for seed in (1, 2):
@@ -300,9 +299,6 @@ def test_tuned_knobs_make_no_second_table_and_the_best_counts(undrawn, tmp_path,
     assert rows["dyt"][3].startswith(f"{gap:+.2f} ")
     assert "baseline: init gpt2, learning_rate 0.004; dyt: init fan_in, learning_rate 0.001." in text
     assert len({row["learning_rate"] for row in csv.DictReader((tmp_path / "out" / "runs.csv").open())}) == 4
-    for bad, said in (("lr", "train.py has no such knob"), ("out_dir", "it sets no runs apart")):
-        argv = ("papers", runs, f"--tuned={bad}", f"--out={tmp_path / 'out'}")
-        assert f": --tuned={bad}: {said}\n" in refused(capsys, *argv, program=REPORT)
 
 
 def test_runs_from_two_sets_of_weights_are_two(undrawn, tmp_path):
@@ -357,7 +353,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     empty.mkdir()
     out.mkdir()
     nothing.write_text('{"rows": [{"ce": 1}]}')
-    times, seeds = write_bench(tmp_path / "bench.json"), tmp_path / "runs/vanilla"
+    seeds = tmp_path / "runs/vanilla"
     for seed in (1, 2):
         write_run(seeds / f"seed{seed}", "baseline", seed)
     of_gpt2 = ["gpt2", tmp_path / "runs", f"--out={out}"]
@@ -366,12 +362,12 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         (["paper"], "no report paper"),
         (["papers"], "name run folders"),
         (["papers", tmp_path / "none"], "no folder"),
+        (["papers", seeds, "--tuned=lr"], "--tuned=lr: train.py has no such knob"),
+        (["papers", seeds, "--tuned=out_dir"], "--tuned=out_dir: it sets no runs apart"),
         (["papers", empty], "no finished run"),
-        ([*of_gpt2, f"--base={out}"], f"{out}: no metrics.jsonl that can be read"),
         ([*of_gpt2, f"--base={seeds}"], f"{seeds}: no metrics.jsonl that can be read"),
         (["gaps", seeds, "--by=gate_end_ratio"], "a run is told by the gate_end that it gave"),
         (["held_out", nothing], f"{nothing} has no losses; name what scripts/evaluate.py"),
-        (["held_out", times], f"{times} has no losses; name what scripts/evaluate.py"),
     ):
         assert says in refused(capsys, *argv, program=REPORT)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -409,19 +405,26 @@ def test_a_networks_seeds_are_one_row_of_held_out_and_no_other_network_is():
     ]  # fmt: skip
 
 
+def held_out_of(rows: list[dict], folder: Path, *pairs: str) -> str:
+    """What the report says of the rows of an evaluation."""
+    path = folder / "x.json"
+    path.write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
+    return held_out.main(held_out.Knobs(str(folder), pairs), [str(path)], "command")
+
+
+BASE = {"model": "out/base", "data": "data/books", "targets": 9, "block_size": 4, "ce": 3.0, "gap": 0.0}
+
+
 def test_networks_on_held_out_texts_are_compared_by_pairs_of_a_seed(tmp_path, capsys):
     """Seeds differ by 1 and networks by 0.01 and 0.03, so a difference not by pairs would be lost in the
     spread. A name may have a dash, a seed no partner, and a file no KL."""
     networks = {"vanilla": 0.0, "no-norm": 0.03, "kept": 0.01}
-    rows = [{"model": "out/base", "data": "data/books", "targets": 9, "block_size": 4, "ce": 2.0, "gap": 0.0}]
+    rows = [BASE]
     for (name, more), seed in product(networks.items(), (1, 2, 3)):
-        row = {"model": f"out/{name}/seed{seed}/", "ce": seed + more, "gap": seed + more - 2}
-        rows.append(rows[0] | row)
+        row = {"model": f"out/{name}/seed{seed}/", "ce": seed + more, "gap": seed + more - 3}
+        rows.append(BASE | row)
     rows.pop()  # kept has no third seed
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
-    asked = ("no-norm-vanilla", "kept-no-norm", "kept-nothing")
-    text = held_out.main(held_out.Knobs(str(tmp_path), asked), [str(path)], "command")
+    text = held_out_of(rows, tmp_path, "no-norm-vanilla", "kept-no-norm", "kept-nothing")
     assert "KL" not in text and "99.9%" not in text and "| no-norm | 3 | 2.0300 ± 1.0000 |" in text
     *_, first, second = text.splitlines()
     assert first == "| no-norm less vanilla | 3 | +0.0300 ± 0.0000 |"
@@ -429,25 +432,22 @@ def test_networks_on_held_out_texts_are_compared_by_pairs_of_a_seed(tmp_path, ca
     (said,) = capsys.readouterr().err.splitlines()
     assert "--pairs=kept-nothing is left out" in said
     assert said.endswith("there are base, vanilla, no-norm, kept")
-    path.write_text(json.dumps({"rows": rows[:1], "machine": "m", "torch": "2"}))
-    assert "no other network" in refused(capsys, "held_out", path, f"--out={tmp_path}", program=REPORT)
+    with pytest.raises(BadInput, match="no other network"):
+        held_out_of(rows[:1], tmp_path)
 
 
 def test_pairs_are_right_where_windows_were_left_out(tmp_path):
     """Losses are over a network's own windows, so `cut`, without the hardest one, has the lower loss and the
     wider gap. Its KL is in no pair, and what fewer seeds have says so."""
-    first = {"model": "out/base", "data": "data/books", "targets": 9, "block_size": 4, "ce": 3.0, "gap": 0.0}
-    rows = [first | {"kl": None, "not_finite": 0}, first | {"data": "data/code", "kl": None, "not_finite": 0}]
+    rows = [BASE | {"data": f"data/{text}", "kl": None, "not_finite": 0} for text in ("books", "code")]
     for name, text, seed in product(("cut", "whole"), ("books", "code"), (1, 2, 3)):
         cut = (name, text) == ("cut", "books")
         row = {"ce": 2.05, "gap": 0.05} if cut else {"ce": 3.02, "gap": 0.02}
         row |= {"kl": 0.5, "not_finite": int(cut), "remark": "a checkpoint, at step 47"}
         if (name, text, seed) == ("cut", "code", 3):
             row |= {"ce": None, "gap": None, "kl": None, "not_finite": 64}
-        rows.append(first | row | {"model": f"out/{name}/seed{seed}/", "data": f"data/{text}"})
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"rows": rows, "machine": "m", "torch": "2"}))
-    text = held_out.main(held_out.Knobs(str(tmp_path), ("cut-whole",)), [str(path)], "command")
+        rows.append(BASE | row | {"model": f"out/{name}/seed{seed}/", "data": f"data/{text}"})
+    text = held_out_of(rows, tmp_path, "cut-whole")
     losses, kl = (line for line in text.splitlines() if line.startswith("| cut less whole |"))
     assert losses == "| cut less whole | 3 | +0.0300 ± 0.0000 | +0.0000 ± 0.0000 (n = 2) |"
     assert kl == "| cut less whole | 2 | - | +0.0000 ± 0.0000 |"
@@ -481,8 +481,7 @@ def test_the_picture_shows_a_run_and_its_speed(tmp_path):
     change_log(folder, {20: before, -1: {"val/loss_gated": end}})
     bars = picture.read_bars(write_bench(tmp_path / "bench.json"), load(folder).settings)
     fig = picture.draw_picture(load(folder), load(kept), *bars)
-    loss, gate, speed = (ax for side in fig.subfigs for ax in side.axes)
-    assert loss.get_ylabel() == "loss, nats per token" and gate.get_xlabel() == "optimizer step"
+    loss, _, speed = (ax for side in fig.subfigs for ax in side.axes)
     said = ["validation: 4.50", f"validation: {end:.2f}", "validation with the gate at 0: 5.50"]
     assert [text.get_text() for text in loss.texts] == [*said, f"norms kept: {load(kept).loss:.2f}"]
     middles = [mark.lines[0].get_xdata()[0] for mark in speed.containers]
@@ -503,7 +502,6 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     other = write_run(tmp_path / "other", "baseline", 2)  # of another seed
     for argv, says in (
         ([folder], "and a benchmark: python scripts/report.py picture"),
-        ([tmp_path, f"--bench={bench}"], "no metrics.jsonl that can be read"),
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
         ([folder, f"--bench={decode}"], "is of mode=decode; the picture has prefill"),

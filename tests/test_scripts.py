@@ -80,8 +80,6 @@ def test_peers_times_transformers_beside_us(mode, tmp_path):
         ("--nanogpt=FOLDER --mode=decode", "--nanogpt is timed in mode=train alone, not decode"),
         ("--network=FOLDER --n_layer=3", "has its own shape: leave out --n_layer, or --network"),
         ("--network=FOLDER --mode=prefill --block_size=64", "has its own shape: leave out --block_size"),
-        ("--n_embd=()", "n_embd must be one or more ints"),
-        ("--dtype=()", "dtype must be one or more of float32, bfloat16"),
         ("runtimes --networks=()", "networks must be one or more of"),
         ("runtimes --runtimes=openvino", "pip install openvino"),
     ],

@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -47,9 +48,7 @@ def test_the_rounds_of_a_process():
     assert sizes == [(size, tokens) for size in (1, 3) for tokens in (8, 9, 9)]
     prompts = [tuple(prompt) for each in asked for prompt in each["prompts"]]
     assert {len(prompt) for prompt in prompts} == {5} and len(set(prompts)) == len(prompts)
-    assert {i for prompt in prompts for i in prompt} <= set(range(50))
-    assert asked == serving.rounds_of(k, 50)
-    assert asked != serving.rounds_of(serving.Serving(batch=(1, 3), prompt=5, new_tokens=9, seed=1), 50)
+    assert asked == serving.rounds_of(k, 50) != serving.rounds_of(replace(k, seed=1), 50)
 
 
 def test_the_seconds_are_of_the_rounds_behind_the_warm_up(tmp_path, monkeypatch):
@@ -79,10 +78,7 @@ def test_networks_without_norms_are_made_of_one_that_has_them(saved, tmp_path):
         serving.make_network(str(given), name, tmp_path / "made.pt")
         made = from_file(*open_model(tmp_path / "made.pt"))
         assert (made.config.norm, made.config.taper) == (norm, taper)
-        scales = {site: each.c.item() for site, each in made.taper_norms().items()}
-        assert bool(scales) == (taper == "all") and made.gate.max() == 0
-        wanted = {site: 1.0 if "final" in site else serving.SCALE for site in scales}
-        assert scales == pytest.approx(wanted)
+        assert bool(made.taper_norms()) == (taper == "all") and made.gate.max() == 0
 
 
 @pytest.fixture
@@ -113,7 +109,9 @@ def serve(saved, tmp_path, monkeypatch):
 
 
 def test_it_goes_on_where_it_was_stopped(serve, tmp_path, capsys):
-    """Whatever was timed is timed once, and the table is printed in the end."""
+    """Whatever was timed is timed once, and the table is printed in the end; an empty one gets its head."""
+    serve(most=0)
+    (tmp_path / "out/serving.csv").touch()
     whole = serve("--processes=3", most=4) + serve("--processes=3", most=1)
     assert len(whole) == 5 and "tok/s" not in capsys.readouterr().out
     whole += serve("--processes=3")
@@ -130,12 +128,6 @@ def test_what_is_missing_is_said_before_anything_is_made(serve, tmp_path):
         with refuses("--vllm names the interpreter that has it"):
             serve(flag)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_table_gets_its_head(serve, tmp_path):
-    serve(most=0)
-    (tmp_path / "out/serving.csv").touch()
-    assert len(serve("--processes=1")) == 2
 
 
 @pytest.mark.parametrize(

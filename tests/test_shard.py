@@ -31,7 +31,7 @@ from nanonorm.ranks import Ranks, data_parallel, whole
 from nanonorm.run import begin
 from nanonorm.shard import Sharded
 
-FEW = ("layernorm-internal-aux", "coupled", "sink")
+FEW = ("layernorm-internal-aux", "sink")
 RUN = dict(
     max_iters=20, gate_start=6, gate_end=14, ckpt_interval=8, log_interval=1, eval_interval=10, taper="all",
     gradient_accumulation_steps=4, dtype="float64", learning_rate=1e-3,
@@ -87,7 +87,7 @@ def test_two_ranks_in_bfloat16_sum_in_float32(two_ranks):
     the type's digits."""
     alone = sharded.narrow(Ranks(), False)
     for of_rank in two_ranks:
-        assert of_rank["narrow"]["rounded"] == 0
+        assert of_rank["narrow"]["rounded"] and not any(of_rank["narrow"]["rounded"])
     found, expected = (torch.tensor(run["losses"]) for run in (two_ranks[0]["narrow"], alone))
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 

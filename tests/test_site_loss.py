@@ -120,12 +120,6 @@ def test_it_ends_with_the_phase_that_is_asked_for_and_is_no_part_of_an_evaluatio
             assert torch.equal(gradients(plain), gradients(held)) == (not acts)
 
 
-def test_blocks_that_keep_their_norms_beside_a_taper_are_not_held():
-    held = tiny("layernorm-all-from-1", phase="norm", **KNOBS)
-    assert list(site_losses(held)) == ["1.attn", "1.mlp"]
-    assert {site.weight for site in site_losses(held).values()} == {KNOBS["site_weight"] / 2}
-
-
 def test_a_baseline_with_it_is_exported_without():
     model = tiny("rmsnorm", phase="norm", **KNOBS | {"taper_from_layer": 1, "sink_multiple": 3.0}).float()
     x, _ = batch()

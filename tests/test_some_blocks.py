@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import batch, norm_names, scale_of_difference, tiny, tokens
+from conftest import batch, norm_names, scale_of_difference, tiny
 from running import assert_goes_on_from, flags, metrics, refused, train
 from test_gates import FAKE, ONE_BY_ONE, small_run, whole_run
 
 from bench import with_norm
 from config import Config
-from forms import fold, load_model
-from model import FakeLNBlock, Taper, Transformer
+from forms import load_model
+from model import FakeLNBlock, Transformer
 from nanonorm.scale import site_losses
 from nanonorm.schedules import drop_steps
 
@@ -37,17 +37,6 @@ def test_blocks_below_compute_as_if_their_gates_stayed_at_1(variant, more, gate)
     for name, p in some.named_parameters():
         if p.requires_grad:
             assert (p.grad - theirs[name].grad).abs().max() <= 1e-10 * (1 + p.grad.abs().max()), name
-
-
-def test_a_fold_takes_the_norms_above_alone():
-    model, idx = tiny("layernorm-all-from-1", **QK, n_layer=3, norm_eps=1e-3).eval(), tokens(2, 16)
-    assert not any(isinstance(m, Taper) for m in model.blocks[0].modules())
-    folded = fold(model)
-    kept = ("norm_attn", "attn.norm_q", "attn.norm_k", "norm_mlp")
-    assert norm_names(folded) == [f"blocks.0.{norm}" for norm in kept]
-    with torch.no_grad():
-        assert scale_of_difference(folded(idx), model(idx)) <= 1e-9
-    assert torch.equal(*(network.generate(idx[:, :4], 6, temperature=0) for network in (folded, model)))
 
 
 def test_one_by_one_begins_with_the_first_block_that_tapers():

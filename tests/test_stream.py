@@ -96,8 +96,6 @@ def test_a_planted_sink_is_found_and_set_apart(capsys, text, tmp_path):  # noqa:
     mean = np.sqrt((every**2).mean(-1) + model.config.norm_eps).mean()
     assert first["c_mean_scale"] == pytest.approx(1 / mean, rel=1e-5)  # FakeLN's, with the sinks
     assert first["c_all_times_r"] < 0.5 < 0.9 < first["c_ordinary_times_r"] < 1.1
-    (figure,) = (tmp_path / "out").glob("*.png")
-    assert f"({figure.name})" in (tmp_path / "out/stream.md").read_text()
 
 
 def test_a_begin_token_stands_in_front_of_each_window(text, capsys):  # noqa: F811
@@ -144,40 +142,35 @@ def test_a_fixed_scaling_has_the_streams_sigma(text, tmp_path):  # noqa: F811
     assert a == b and a["median"] < 100
 
 
-def test_two_texts_of_a_folder_of_transformers(capsys, text, tmp_path):  # noqa: F811
-    folder, other = hf_folder(tmp_path / "gpt2", "gpt2", text), tmp_path / "other" / text.name
+def test_networks_and_texts_side_by_side_have_the_rows_of_each(capsys, text, tmp_path):  # noqa: F811
+    """One a folder of transformers; the texts have one name, and each has its figure."""
+    ours = put(network("rmsnorm").float(), tmp_path / "a", text)
+    both, other = (ours, hf_folder(tmp_path / "b", "gpt2", text)), tmp_path / "other" / text.name
     other.parent.mkdir()
-    other.symlink_to(text)  # by the same name, and each has its figure
-    how = (f"--data={text},{other}", "--window=32", "--begin=3")
-    said, rows, _ = run(capsys, tmp_path / "out", folder, *how)
-    assert {row["data"] for row in rows} == {str(text), str(other)} and rows[0]["site"] == "0.attn"
-    half = len(rows) // 2
-    assert [r["median"] for r in rows[:half]] == [r["median"] for r in rows[half:]]
-    assert "| final |" in said and len(list((tmp_path / "out").glob("*.png"))) == 2
-    assert "scripts/stream.py" in (tmp_path / "out/stream.md").read_text()
+    other.symlink_to(text)
+    how = ("--window=16", "--begin=3", "--tokens=256")
+    said, rows, _ = run(capsys, tmp_path / "out", *both, f"--data={text},{other}", *how)
+    alone = [run(capsys, path / "x", path, f"--data={text}", *how)[1] for path in both]
+    first, second = ([row for row in rows if row["data"] == str(of)] for of in (text, other))
+    assert first == alone[0] + alone[1] and "| final |" in said
+    assert first == [row | {"data": str(text)} for row in second]
+    page, figures = (tmp_path / "out/stream.md").read_text(), list((tmp_path / "out").glob("*.png"))
+    assert len(figures) == 2 * 2 + 1 and all(f"({path.name})" in page for path in figures)
 
 
-def test_networks_side_by_side_have_the_rows_of_each(capsys, text, tmp_path):  # noqa: F811
-    """And windows that are not finite are left out."""
-    ids, other = blocks_of(text, 16), network("rmsnorm-internal", seed=1)
-    models = {"a": network("rmsnorm"), "b": other}
-    folders = [put(model.float(), tmp_path / name, text) for name, model in models.items()]
-    both = [f"--data={text}", "--tokens=1000000"]
-    _, rows, _ = run(capsys, tmp_path / "out", *folders, *both)
-    alone = [run(capsys, tmp_path / folder.name, folder, *both)[1] for folder in folders]
-    assert rows == alone[0] + alone[1] and (tmp_path / "out/spread.png").exists()
-    assert "spread.png" in (tmp_path / "out/stream.md").read_text()
+def test_windows_that_are_not_finite_are_left_out(capsys, text, tmp_path):  # noqa: F811
+    ids, model = blocks_of(text, 16), network("rmsnorm-internal")
     with torch.no_grad():
-        other.tok_emb.weight[ids[3, 5]] = 1e30
+        model.tok_emb.weight[ids[3, 5]] = 1e30
     bad = (ids == ids[3, 5]).any(1).sum().item()
-    said, rows, _ = run(capsys, tmp_path / "bad", put(other, tmp_path / "c", text), *both)
+    how = (put(model.float(), tmp_path / "run", text), f"--data={text}", "--tokens=1000000")
+    said, rows, _ = run(capsys, tmp_path / "out", *how)
     assert f"Not finite, and left out: {bad}." in said and int(rows[0]["tokens"]) == 16 * (len(ids) - bad)
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["RUN"], "name networks, text and a folder"),
         (["RUN", "--data=TEXT"], "name networks, text and a folder"),
         (["RUN", "--data=TEXT", "--begin=99999999"], "is no token of"),
         (["RUN", "--data=TEXT", "--sink_multiple=0.5"], "sink_multiple must be"),

@@ -73,12 +73,14 @@ def test_nothing_is_trained_before_the_published_losses_are_found():
 
 @pytest.fixture(scope="module")
 def small():
-    """The steps of the study of the small config, and {a sweep's step: its command, and its runs}."""
+    """The steps of the study of the small config, and {a sweep's step: its command, and its runs of two
+    seeds at most, as the others only take time}."""
     steps, grids = planned("tinystories_small", "--flags=--compile=True --dtype=bfloat16"), {}
     for step in steps:
         if step.kind == "sweep":
-            command = sweep.read_command(step.words)
-            grids[step.key] = command, sweep.grid(*command)
+            k, files, axes = sweep.read_command(step.words)
+            axes |= {"seed": axes["seed"][:2]} if "seed" in axes else {}
+            grids[step.key] = (k, files, axes), sweep.grid(k, files, axes)
     return steps, grids
 
 
@@ -130,7 +132,8 @@ def test_a_name_that_is_always_there_is_not_a_studys_own():
             study.values_of(study_of, study.StudyKnobs(), {}, fixed)
 
 
-def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_rehearsal_too(tmp_path):
+def test_a_path_is_one_word_of_its_folder_and_a_named_input_is_taken_in_a_rehearsal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     texts, net, fixed = tmp_path / "my texts", tmp_path / "a b.gguf", {"data": "/d ata", "text": "/toy text"}
     texts.mkdir()
     net.touch()
@@ -139,7 +142,7 @@ def test_a_path_is_one_word_whatever_is_in_it_and_a_named_input_is_taken_in_a_re
     text = {"inputs": {"given": "?"}, "values": values | {"row": {"r": {"how": "{flags} {net}"}}}}
     text |= {"try": {"given": "{text}"}, "steps": [{"for": "row", "makes": "m", "run": run}]}
     k = study.StudyKnobs(rehearse=True)
-    found = study.values_of(text, k, {"given": str(texts), "net": str(net)}, fixed)
+    found = study.values_of(text, k, {"given": "my texts", "net": "a b.gguf"}, fixed)
     both = [f"{texts}/x", "/d ata/y"]
     words = ["say.py", str(net), *both, "/d ata", str(texts), "--z=" + " ".join(both)]
     words += ["--a=(1, 2)", *both, str(net), texts.name]
@@ -167,14 +170,6 @@ def test_a_whole_axis_in_a_word_is_all_of_its_values():
             assert not set(read) - made, (name, some, step.words)
 
 
-def test_a_path_of_the_command_line_is_that_of_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "net.gguf").touch()
-    monkeypatch.chdir(tmp_path)
-    given = {"net": "net.gguf", "hub": "a/b"}
-    found = study.values_of({"values": {"net": "", "hub": ""}}, study.StudyKnobs(), given, {})
-    assert found == {"net": str(tmp_path / "net.gguf"), "hub": "a/b"}
-
-
 def test_what_a_study_asks_is_listed(command, capsys):
     assert command() == 0
     said = capsys.readouterr().out.splitlines()
@@ -191,11 +186,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
-        (
-            ["folding", "--try", "--shape=--n_layer={x}"],
-            "names what is not there, or has odd quotes or braces: 'x'",
-        ),
-        (["folding", "--try", "--shape={"], "has odd quotes or braces"),
+        (["folding", "--try", "--shape={x}"], "names what is not there, or has odd quotes or braces: 'x'"),
         (["folding", "--try", "--shape=it's"], "has odd quotes or braces"),
         (["gpu_gpt2", "--work=x"], "--work goes with --try"),
         (["folding", "--try", "--work=w[1]"], "a study takes *, ? and [ for patterns; name another folder"),
@@ -211,30 +202,34 @@ def test_bad_input_is_one_line(argv, said, capsys, monkeypatch):
 
 # --- going on
 
-JOIN = "data/join_texts.py"
-CHAIN = f"""
+JOIN = """
+import sys
+text = "".join(open(path).read() for path in sys.argv[2:])
+open(sys.argv[1], "w").write(text)
+"""
+CHAIN = """
 [values]
 more = ""
 [[steps]]
-unless = "{{tmp}}/a"
-run = "{JOIN} {{tmp}}/a {{tmp}}/x {{tmp}}/y"
+unless = "{tmp}/a"
+run = "{say} {tmp}/a {tmp}/x {tmp}/y"
 [[steps]]
 name = "second"
-makes = "{{out}}/b"
-run = "{JOIN} {{out}}/b {{tmp}}/a {{tmp}}/x {{more}}"
+makes = "{out}/b"
+run = "{say} {out}/b {tmp}/a {tmp}/x {more}"
 [[steps]]
 name = "third"
-makes = "{{out}}/c"
-run = "{JOIN} {{out}}/c {{out}}/b {{tmp}}/y"
+makes = "{out}/c"
+run = "{say} {out}/c {out}/b {tmp}/y"
 """
 
 
 @pytest.fixture
 def toy(command, tmp_path, capfd):
     """Runs a study of one's own in tmp_path, of these steps; {tmp} and {say} in them stand for the folder and
-    for a script, if one is given: the lines on stderr. `ends` is its exit status."""
+    for a script: the lines on stderr. `ends` is its exit status."""
 
-    def run(steps: str, *argv, say: str = "", ends: int = 0) -> list[str]:
+    def run(steps: str, *argv, say: str = JOIN, ends: int = 0) -> list[str]:
         made = tmp_path / "work/data/toy/meta.json"
         made.parent.mkdir(parents=True, exist_ok=True)
         made.touch()  # a rehearsal's corpus, which nothing here reads
@@ -249,6 +244,14 @@ def toy(command, tmp_path, capfd):
     return run
 
 
+MAKES_B = """
+[[steps]]
+name = "first"
+makes = "{tmp}/b"
+run = "{say} {tmp}/b {tmp}/toy.toml {tmp}/toy.toml"
+"""
+
+
 @pytest.fixture
 def chain(toy, tmp_path):
     """Runs a study of three steps, each made of the one before: the files that this call has made."""
@@ -257,45 +260,30 @@ def chain(toy, tmp_path):
 
     def run(*argv) -> set[str]:
         paths = [tmp_path / "a", tmp_path / "out/b", tmp_path / "out/c"]
-        before = {path: path.stat().st_ino for path in paths if path.exists()}
+        before = {path: path.stat().st_mtime_ns for path in paths if path.exists()}
         toy(CHAIN, *argv)
-        now = {path: path.stat().st_ino for path in paths if path.exists()}
+        now = {path: path.stat().st_mtime_ns for path in paths if path.exists()}
         return {path.name for path in now if now[path] != before.get(path)}
 
     return run
 
 
 def test_a_package_that_a_later_step_needs_is_asked_for_before_any_work(toy, tmp_path, monkeypatch):
-    steps = f"""
-[[steps]]
-name = "first"
-makes = "{{out}}/a"
-run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
-[[steps]]
-name = "tasks"
-makes = "{{out}}/b"
-run = "scripts/harness/run.py {{out}}/a"
-"""
+    later = '[[steps]]\nname = "tasks"\nmakes = "{tmp}/c"\nrun = "scripts/harness/run.py {tmp}/b"'
     monkeypatch.setattr(study, "find_spec", lambda name: None)
-    (error,) = toy(steps, ends=2)
+    (error,) = toy(MAKES_B + later, ends=2)
     assert "needs lm_eval: pip install" in error and error.endswith("--only= without tasks leaves it out")
-    assert not (tmp_path / "out/a").exists()
-    toy(steps, "--only=first")
-    assert (tmp_path / "out/a").exists()
+    assert not (tmp_path / "b").exists()
+    toy(MAKES_B + later, "--only=first")
+    assert (tmp_path / "b").exists()
 
 
-def test_a_step_that_was_done_is_not_done_again(chain, tmp_path):
+def test_what_is_made_of_a_step_is_made_again_with_it_and_nothing_else(chain, tmp_path):
     assert chain() == {"a", "b", "c"} and chain() == set()
-    assert (tmp_path / "out/c").read_text() == "\n<|endoftext|>\n".join("xyxy")
-
-
-def test_what_is_made_of_a_step_is_made_again_with_it(chain, tmp_path):
-    chain()
+    assert (tmp_path / "out/c").read_text() == "xyxy"
     (tmp_path / "out/b").unlink()
     assert chain() == {"b", "c"}
     assert chain(f"--more={tmp_path}/y") == {"b", "c"}  # by other words
-    (tmp_path / "out/c").unlink()
-    assert chain(f"--more={tmp_path}/y") == {"c"}
     (tmp_path / "a").unlink()
     assert chain(f"--more={tmp_path}/y") == {"a", "b", "c"}
 
@@ -309,19 +297,12 @@ def test_a_run_that_gets_no_further_makes_nothing_anew(toy, tmp_path, monkeypatc
     fake |= dict.fromkeys(("grid", "run_grid"), lambda *of: [run])
     for name, function in fake.items():
         monkeypatch.setattr(study.sweep, name, function)
-    steps = f"""
-[[steps]]
-sweep = "any"
-[[steps]]
-makes = "{{out}}/a"
-run = "{JOIN} {{out}}/a {{text}}/valid.txt {{text}}/other.txt"
-"""
     made = []
     for at[0], ended in ((7, 0), (7, 0), (9, 0), (9, 0), (9, 1), (9, 1), (9, 2), (9, 2)):
         line, state = {"iter": at[0], "perf/tok_s": ended}, "finished" if ended else "resume"
         run.last_line, study.sweep.look = partial(dict, line), lambda of, state=state: (state, "")
-        toy(steps, ends=1)
-        made.append((tmp_path / "out/a").stat().st_mtime_ns)
+        toy(f'[[steps]]\nsweep = "any"\n{MAKES_B}', ends=1)
+        made.append((tmp_path / "b").stat().st_mtime_ns)
     assert made[::2] == made[1::2] and len(set(made)) == 4  # made anew from nothing it is another run
 
 
@@ -395,69 +376,59 @@ def test_a_value_that_a_call_leaves_out_keeps_its_lines_in_a_shared_file(toy, tm
     for some in ("--word=one", "--word=two"):
         toy(WORDS, some, say=say)
     assert said.read_text().split() == ["one", "two"]
-    record = tmp_path / "work/runs/toy.study.json"  # as before it kept where the lines went
-    kept = json.loads(record.read_text())
-    for of in kept.values():
-        del of["stdout"]
-    record.write_text(json.dumps(kept))
     toy(WORDS, "--word=two,one,six", say=say)
     assert said.read_text().split() == ["two", "one", "six"]
+
+
+EXITS = """
+import sys, time
+from pathlib import Path
+from nanonorm.errors import exit_on_signals
+exit_on_signals()
+"""
+CLEANS_UP = f"""{EXITS}
+try:
+    Path(sys.argv[1]).touch()
+    time.sleep(60)
+finally:
+    time.sleep(0.5)
+    Path(sys.argv[2]).touch()
+"""
+WORKS = f"""{EXITS}
+from scripts import study
+step = study.Step("run", sys.argv[2:], "1 run")
+study.Study([step], study.StudyKnobs(), Path(sys.argv[1])).work()
+"""
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
 def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
     """SIGTERM is handed on; a Ctrl-C, which a terminal sends to both, reaches the step once."""
-    exits = "from nanonorm.errors import exit_on_signals\nexit_on_signals()\n"
-    (tmp_path / "slow.py").write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n" + exits + "try:\n"
-        "    Path(sys.argv[1]).touch()\n"
-        "    time.sleep(60)\n"
-        "finally:\n"
-        "    time.sleep(0.5)\n"
-        "    Path(sys.argv[2]).touch()\n"
-    )
-    begun, cleaned = tmp_path / "begun", tmp_path / "cleaned"
-    words = [str(path) for path in (tmp_path / "slow.py", begun, cleaned)]
-    work = (
-        "from scripts import study\n" + exits + f"step = study.Step('run', {words!r}, '1 run')\n"
-        f"study.Study([step], study.StudyKnobs(), study.Path({str(tmp_path / 'record')!r})).work()\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", work], cwd=ROOT, start_new_session=True)
+    begun, cleaned, number = tmp_path / "begun", tmp_path / "cleaned", getattr(signal, name)
+    (tmp_path / "slow.py").write_text(CLEANS_UP)
+    words = [tmp_path / "record", tmp_path / "slow.py", begun, cleaned]
+    argv = [sys.executable, "-c", WORKS, *map(str, words)]
+    child = subprocess.Popen(argv, cwd=ROOT, start_new_session=True)
     while not begun.exists() and child.poll() is None:
         time.sleep(0.02)
-    number = getattr(signal, name)
     (os.killpg if name == "SIGINT" else os.kill)(child.pid, number)
     assert child.wait() == 128 + number and cleaned.exists()
 
 
-MAKES_B = """
-[[steps]]
-makes = "{tmp}/b"
-run = "data/join_texts.py {tmp}/b {tmp}/toy.toml {tmp}/toy.toml"
-"""
-
-
 def test_a_step_that_says_what_no_step_has_is_refused(toy):
-    said = toy(f'{MAKES_B}fro = "x"', ends=2)[-1]
-    assert "a step has fro, which steps do not have: data/join_texts.py" in said
+    assert "a step has fro, which steps do not have: " in toy(f'{MAKES_B}fro = "x"', ends=2)[-1]
 
 
 def test_a_damaged_record_is_one_line(toy, tmp_path):
     toy(MAKES_B)
     (tmp_path / "work/runs/toy.study.json").write_text('{"x": ')
     assert "cannot read" in toy(MAKES_B, ends=2)[-1]
-    (tmp_path / "work/runs/toy.study.json").write_text('{"x": {}}')
-    toy(MAKES_B)
 
 
 def test_a_step_that_fails_ends_the_study_with_its_reason(toy, tmp_path):
-    fails = '[[steps]]\nunless = "{tmp}/a"\nrun = "data/join_texts.py {tmp}/a"\n'
-    error = toy(fails + MAKES_B, ends=2)
-    assert "join_texts.py: name the file" in error[-2] and "a step failed, its reason is above: " in error[-1]
+    error = toy('[[steps]]\nunless = "{tmp}/a"\nrun = "{say} {tmp}/a {tmp}/absent"\n' + MAKES_B, ends=2)
+    assert "absent" in error[-2] and "a step failed, its reason is above: " in error[-1]
     assert not (tmp_path / "b").exists()
-    error = toy(MAKES_B.replace("{tmp}/toy.toml {tmp}/toy.toml", "{tmp}/absent {tmp}/toy.toml"), ends=2)
-    assert "absent: No such file" in error[-2] and not (tmp_path / "b").exists()
 
 
 def test_what_a_step_that_failed_has_left_is_not_taken_for_another_values(toy, tmp_path):
@@ -535,17 +506,7 @@ def check(name: str, out: Path):
         lines = (out / "held_out.md").read_text().splitlines()
         for pair in study.load(name)["values"]["pairs"].replace("-", " less ").split(","):
             assert sum(line.startswith(f"| {pair} | 2 |") for line in lines) == 2, pair
-    if name == "gpu_couple":
-        assert {path.name for path in (out / "toy").iterdir()} == {"coupled.txt", "course.csv", "course.png"}
-        lines = (out / "pretraining_1.csv").read_text().splitlines()[1:]
-        assert {line.split(",")[0] for line in lines} == {"gpt2_124m_rmsnorm_1", "gpt2_124m_coupled_1"}
     if name == "coupled_posthoc":
         said = (out / "held_out.md").read_text()
-        rows = {line.split("|")[1].strip() for line in said.splitlines() if "| 2 |" in line}
-        assert sum(row.endswith("_through") for row in rows) == 3 and "none_0_stopped" in rows
-        assert "none_0_through less none_0_stopped" in rows and "| layer_2 | 1 |" in said
-        assert all("| layer |" in path.read_text() for path in (out / "start").glob("*.md"))
-    if name == "gpu_speed":
-        lines = (out / "ways.txt").read_text().splitlines()
-        assert [line.split(":")[0] for line in lines] == ["eager", "graph"] and "tok/s norm" in lines[1]
-        assert all("all_folded" in (out / f"{mode}.txt").read_text() for mode in ("decode", "prefill"))
+        assert said.count("_through | 2 |") >= 3 and "| layer_2 | 1 |" in said
+        assert "none_0_through less none_0_stopped" in said

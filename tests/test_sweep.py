@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
 from running import exit_status, metrics, refused, said_by
 
 import data
@@ -32,37 +31,33 @@ from scripts.studies import runs
 TINY = ["--n_layer=1", "--n_embd=8", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=40"]
 TINY += ["--device=cpu"]
 
-# Writes what train.py writes, takes .05 s a step after the first, and fails with seed 13.
+# Writes what train.py writes, with the settings that `stand_in` hands it, so that it need not import torch;
+# takes .05 s a step after the first, and fails with seed 13.
 STAND_IN = """
 import json, os, shutil, signal, sys, time
-from dataclasses import asdict
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from config import Config
-from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.files import hold_folder
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-cfg, _, _ = parse(Config, sys.argv[1:], files=True)
-cfg.resolve()
-with one_line_errors(), hold_folder(cfg.out_dir) as out:
+asked = dict(word[2:].split("=") for word in sys.argv[1:] if word.startswith("--"))
+with one_line_errors(), hold_folder(asked["out_dir"]) as out:
     ckpt = out / "ckpt.pt"
     resumed = ckpt.exists()
-    assert resumed == (cfg.init_from == "resume")
-    if resumed:
-        cfg = Config(**json.loads(ckpt.read_text()))
-    ckpt.write_text(json.dumps(asdict(cfg)))
-    (out / "config.json").write_text(json.dumps(asdict(cfg)))
-    for step in range(1, cfg.max_iters + 1):
+    assert resumed == (asked.get("init_from") == "resume")
+    settings = json.loads(ckpt.read_text() if resumed else os.environ["SETTINGS"])
+    for path in (ckpt, out / "config.json"):
+        path.write_text(json.dumps(settings))
+    for step in range(1, settings["max_iters"] + 1):
         with open(out / "metrics.jsonl", "a") as f:
-            last = {{"val/loss": 2.5}} if step == cfg.max_iters else {{}}
+            last = {{"val/loss": 2.5}} if step == settings["max_iters"] else {{}}
             said = {{"went_on": resumed, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}}
             f.write(json.dumps({{"iter": step, **said, **last}}) + "\\n")
-        if cfg.seed == 13:
+        if settings["seed"] == 13:
             print("all is well")
             print("train.py: step 1: the sky fell", file=sys.stderr)
             sys.exit(3)
-        time.sleep(0.05 * (step < cfg.max_iters))
+        time.sleep(0.05 * (step < settings["max_iters"]))
     for name in ("model.pt", "unfused.pt", "folded.pt"):
         shutil.copy(Path(__file__).parent / "export.pt", out / name)
 """
@@ -81,6 +76,13 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sweep, "ROOT", path.parent)
     monkeypatch.setattr(data, "ROOT", path.parent)
     monkeypatch.setattr(sweep, "POLL_S", 0.02)
+    start = sweep.start
+
+    def start_with_settings(run, *how):
+        monkeypatch.setenv("SETTINGS", json.dumps(run.settings))
+        return start(run, *how)
+
+    monkeypatch.setattr(sweep, "start", start_with_settings)
     return path
 
 
@@ -90,8 +92,7 @@ run_sweep = partial(exit_status, sweep.main, "scripts/sweep.py")  # in this proc
 def launch(*argv, train: Path | None = None) -> subprocess.Popen:
     """sweep.py in a process of its own, over `train` if given."""
     change = f"data.ROOT = sweep.ROOT = sweep.Path({str(train.parent)!r}); " if train else ""
-    imports = "import sys; import data; from scripts import sweep"
-    code = f"{imports}; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
+    code = f"import sys, data; from scripts import sweep; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
     command = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
 
@@ -190,7 +191,6 @@ def test_a_value_with_commas_stands_in_brackets():
         (["--lerning_rate=1"], "did you mean 'learning_rate'"),
         (["--seed=1,"], "seed must be an int"),
         (["--norm=dyt", "--dyt_alpha=1,1,1"], "as in --dyt_alpha='(1,1,1)'"),
-        (["--taper=all", "--gate_schedule=sequential", "--gate_gaps=2,2,3"], "as in --gate_gaps='(2,2,3)'"),
         (["--seed"], "written --key=value"),
         (["--variants=baseline,intrenal"], "variants must be"),
         (["--out_dir=x"], "--out"),
@@ -198,13 +198,11 @@ def test_a_value_with_commas_stands_in_brackets():
         (["--grad_checkpoint=True,False"], "--grad_checkpoint tells no two runs apart: give it one value"),
         (["--variants=baseline", "--norm=rmsnorm"], "leave one of them out"),
         (["--variants=baseline,all", "--aux_weight=1"], "has none"),
-        (["--variants=all_aux", "--aux_weight=0,1"], "--aux_weight=0"),
         (["--variants=all_aux", "--aux_weight=(0.0)"], "--aux_weight=0"),
         (["--taper=all", "--gate_end=900", "--gate_end_ratio=0.5,1"], "sweep gate_end instead"),
         (["--taper=all", "--gate_schedule=sequential", "--gate_gaps=(2,2,3)", "--gate_end_ratio=0.5,1"],
          "gate_gaps=(2, 2, 3) says where the gates are down, whatever the ratio; sweep gate_gaps instead"),
         (["--n_head=16,7"], "n_head=7: n_embd=512 must be a multiple"),
-        (["--norm=coupled,rmsnorm", "--taper=internal"], "norm=coupled"),
         (["no_such_file.py"], "no config file"),
     ],
 )  # fmt: skip
@@ -256,7 +254,6 @@ def test_a_run_whose_log_ends_early_is_not_finished(stand_in, tmp_path, capsys):
         assert "0 of 1 runs are finished" in said.out
 
 
-@pytest.mark.slow
 def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path):
     argv = [*TINY, f"--out={tmp_path}/out", "--variants=baseline"]
     assert run_sweep(*argv, "--max_iters=1") == 0
@@ -264,7 +261,6 @@ def test_a_run_is_known_under_the_name_of_an_earlier_grid(stand_in, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").glob("*/")) == ["baseline", "baseline-max_iters2"]
 
 
-@pytest.mark.slow
 def test_other_runs_folders_are_left_alone(stand_in, tmp_path, capsys):
     argv = [*TINY, "--variants=baseline,internal,all,final", f"--out={tmp_path}/out"]
     no_room = ["--max_iters=1", "--gate_start=1", "--gate_end=1"]  # for a gate: nothing runs
@@ -284,19 +280,17 @@ def test_other_runs_folders_are_left_alone(stand_in, tmp_path, capsys):
     assert (tmp_path / "out/baseline/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("end", ["[]", slow('{"iter": NaN}')])
-def test_a_damaged_log_is_refused(end, stand_in, tmp_path, capsys):
+def test_a_damaged_log_is_refused(stand_in, tmp_path, capsys):
     argv = [*TINY, "--max_iters=2", "--variants=baseline,internal", f"--out={tmp_path}/out"]
     assert run_sweep(*argv) == 0
     metrics = tmp_path / "out/baseline/metrics.jsonl"
     whole = metrics.read_text()
-    metrics.write_text(whole + end + "\n")
+    metrics.write_text(whole + "[]\n")
     assert run_sweep(*argv) == 1
     said = capsys.readouterr()
     assert f"baseline has a log that cannot be continued: {metrics}:3 is damaged" in said.err
-    assert "Traceback" not in said.err
-    assert "1 of 2" in said.out and metrics.read_text() == whole + end + "\n"
-    metrics.write_text(whole + end)  # what a kill cuts, train.py drops
+    assert "1 of 2" in said.out and metrics.read_text() == whole + "[]\n"
+    metrics.write_text(whole + "[]")  # what a kill cuts, train.py drops
     grid = runs_of(*TINY, "--max_iters=2", variants=("baseline",), out=str(tmp_path / "out"))
     assert runs.look(grid["baseline"])[0] == "resume"
 
@@ -418,7 +412,8 @@ def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path):
+def test_nothing_outlives_the_sweep(signum, stand_in, tmp_path, monkeypatch):
+    monkeypatch.setenv("SETTINGS", json.dumps({"max_iters": 1000, "seed": 1}))
     argv = [*TINY, "--max_iters=1000", "--variants=baseline,internal", "--jobs=2", f"--out={tmp_path}/out"]
     process, folders = launch(*argv, train=stand_in), [tmp_path / "out/baseline", tmp_path / "out/internal"]
     logs = [folder / "metrics.jsonl" for folder in folders]

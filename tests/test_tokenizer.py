@@ -214,7 +214,6 @@ def test_special_tokens_are_as_the_files_say():
     ("settings", "end"),
     [
         ({"eos_token": "<|mine|>"}, "<|mine|>"),
-        ({"eos_token": {"content": "<|mine|>"}}, "<|mine|>"),
         ({}, "<|endoftext|>"),  # which nobody has to name
     ],
 )
@@ -242,13 +241,6 @@ def test_its_files_are_all_it_takes(folder, chatty, tmp_path):
 # --- chat
 
 
-def test_a_chat_is_its_template(chatty):
-    ids = chatty.chat([{"role": "user", "content": " h\u00e9 "}])
-    turn = '{"role": "user", "content": " h\u00e9 "}'
-    assert ids == [0, 4, *chatty.encode("h\u00e9"), 2, *chatty.encode(turn)]
-    assert chatty.encode(TURN) != [2]  # a text is a text again
-
-
 def test_a_template_may_stand_in_several_places():
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     assert TokenizerJson(llama3(chat_template=named)).chat([]) == [2]
@@ -266,10 +258,8 @@ def test_what_a_template_marks_for_training_is_text():
     ("template", "said"),
     [
         (None, "no chat template"),
-        ([{"name": "tool_use", "template": "x"}], "no chat template"),
         ("{{ raise_exception('only\nso') }}", "only so"),
         ("{% if %}", "Expected an expression"),
-        ("{{ messages.append(1) }}", "is unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ 1 / 0 }}", "division by zero"),
     ],
@@ -283,9 +273,10 @@ def test_transformers_makes_the_same_ids(folder, chatty):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
-    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<|user|> you\n"}] * 2
+    talk = [{"role": "user", "content": " h\u00e9 "}, {"role": "assistant", "content": "<|user|> you\n"}] * 2
     text = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert chatty.chat(talk) == theirs.encode(text, add_special_tokens=False)
+    assert chatty.encode(TURN) != [2]  # behind a chat a text is a text again
     for text in NASTY:
         assert [0, *chatty.encode(text)] == theirs.encode(text, split_special_tokens=True)
 
@@ -302,12 +293,10 @@ PANIC = llama3()["tokenizer.json"].replace(PREFIX + b"null", PREFIX + b'"abc"')
     "name, content, said",
     [
         ("tokenizer.json", b'{"version": "1.0"}', "is not a sound"),
-        ("tokenizer.json", b"\xff\xfe", "is not a sound"),
         ("tokenizer.json", PANIC, "is not a sound"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json beside"),
         ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', "lacks the eos_token"),
         ("tokenizer_config.json", b'{"add_bos_token": true, "bos_token": "<s>"}', "lacks the bos_token '<s"),
-        ("generation_config.json", b"{", "generation_config.json beside"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja beside"),
     ],
 )
@@ -350,7 +339,7 @@ def prepared(folder, documents, tokenizer):
     return data.prepare(lambda: parts, lambda: parts[:1], folder, 0, "some text", tokenizer)
 
 
-@pytest.mark.parametrize(("top", "dtype"), [(65_535, "<u2"), (65_536, "<u4"), (70_000, "<u4")])
+@pytest.mark.parametrize(("top", "dtype"), [(65_535, "<u2"), (65_536, "<u4")])
 def test_the_largest_id_decides_the_type_of_the_files(tmp_path, top, dtype):
     tokenizer, texts = load_tokenizer(put(tmp_path / "far", far(top))), ["far away " * 9, "not so far"]
     meta = prepared(tmp_path, texts, tokenizer)

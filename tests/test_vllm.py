@@ -21,7 +21,6 @@ pytestmark = [
 SHAPE = dict(n_layer=3, n_head=4, n_embd=128, block_size=256)  # heads of 32: vLLM has none below
 PREFIX = 140  # tokens that all prompts share: a block of the prefix cache is 128
 NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
-    "with its norms": ("llama", "baseline", {}, "hf", "LlamaForCausalLM"),
     "stock": ("llama", "all", {}, "stock", "LlamaForCausalLM"),
     "internal": ("llama", "internal", {}, "hf", "TransformersForCausalLM"),
     "all": ("llama", "all", {}, "hf", "TransformersForCausalLM"),
@@ -29,7 +28,6 @@ NETWORKS = {  # name -> (shape, change, knobs, --to, vLLM's class)
     "cbwc": ("ours", "cbwc", {}, "hf", "TransformersForCausalLM"),
     "qwen 2": ("qwen2", "all", {}, "hf", "TransformersForCausalLM"),
     "dyt": ("ours", "baseline", {"norm": "dyt"}, "hf", "TransformersForCausalLM"),
-    "derf": ("ours", "baseline", {"norm": "derf"}, "hf", "TransformersForCausalLM"),
     "layernorm": ("ours", "all", {"norm": "layernorm"}, "hf", "TransformersForCausalLM"),
     "gpt 2, stock": ("gpt2", "all", {}, "stock", "GPT2LMHeadModel"),
     "qwen 3": ("qwen3", "internal", {"head_dim": 32}, "hf", "TransformersForCausalLM"),

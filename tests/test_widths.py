@@ -4,7 +4,6 @@ import csv
 import json
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 
 from bench import FLOOR
@@ -44,15 +43,6 @@ def test_a_cell_stands_under_its_own_runtime():
     rows = [row | {"n_embd": 8, "runtime": "eager"}, row | {"n_embd": 16, "runtime": "compiled"}]
     _, _, *cells = widths.table(rows, "a").splitlines()
     assert cells == ["| 8 | 1.500x 1.400-1.600 | - |", "| 16 | - | 1.500x 1.400-1.600 |"]
-
-
-def test_a_bar_goes_from_quartile_to_quartile():
-    row = {"variant": "b", "mode": "decode", "n_embd": 8, "runtime": "eager"}
-    fig, ax = plt.subplots()
-    widths.draw(ax, [row | {"speedup": 1.5, "speedup_q1": 1.4, "speedup_q3": 1.8}], "b")
-    (bar,) = ax.containers[0].lines[2][0].get_segments()
-    plt.close(fig)
-    assert bar[:, 1] == pytest.approx([1.4, 1.8])
 
 
 def test_reports_that_do_not_compare_are_refused(tmp_path):
