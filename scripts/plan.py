@@ -9,7 +9,8 @@ whether all of it fits.
 
 Counted: every tensor that a run keeps, what autograd keeps of a micro-batch, the largest pieces of logits and
 of gathered weights. Not counted: CUDA and its libraries, the allocator's gaps, and what an operator uses for
-itself; a tenth of the card is left for those. These are counts, not measurements.
+itself; a tenth of the card is left for those. These are counts, not measurements, and with grad_checkpoint an
+upper bound: a block's activations are added to the logits, though they come when these are gone.
 """
 
 import copy
