@@ -201,7 +201,7 @@ def fold(model: Transformer, gains: bool = False) -> Transformer:
     good, CoupledNorm keeps one bare statistic a block. `gains` moves the gains and shifts of the norms that
     stay into the layers that read them as well. A tied head that changes is untied. `model` itself is left
     alone, and shares the tensors that the fold does not change; hooks on its norms do not come along."""
-    refuse_unmerged(model.blocks)
+    refuse_unmerged(model)
     return transformed(model, "weightless" if gains else "folded")
 
 

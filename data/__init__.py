@@ -439,17 +439,17 @@ def refuse_other_tokens(corpus: dict, folder: Path, recorded: dict, weights: Pat
 
     Raises: BadInput.
     """
-    recorded = recorded or corpus_beside(weights)
+    before = corpus_beside(weights).get("tokenizer_sha256")  # its tokenizer may stand here in another format
     named, wanted = recorded.get("tokenizer_sha256"), corpus["tokenizer_sha256"]
     home = home_of(weights)
     brings = home.is_file() or any((home / name).is_file() for name in (*TOKENIZER_FILES[:2], "vocab.json"))
-    if named == wanted:
+    if wanted in (named, before):
         return
     if named is None and not brings:
         say(f"{weights} brings no tokenizer, so nothing tells whether {folder} is in its tokens")
         return
     own = load_tokenizer(home) if brings else None
-    recorded_own = own is not None and named in (None, own.sha256)
+    recorded_own = own is not None and named in (None, before, own.sha256)
     if not recorded_own or not own.same_ids(load_tokenizer(folder / corpus["tokenizer"])):
         remedy = f"prepare it again with --tokenizer={weights}"
         raise BadInput(f"{folder} is not in the tokens of {weights}; {remedy}")

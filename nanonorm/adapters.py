@@ -27,15 +27,16 @@ def adapted(network: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in network.named_modules() if hasattr(m, "lora_A")}
 
 
-def refuse_unmerged(blocks: nn.ModuleList):
-    """Raises: ModelError for a layer behind a norm whose weight is computed from others, as by an adapter, a
-    parametrization or pruning: nothing can be folded into it."""
-    for i, block in enumerate(blocks):
-        for part, layer in (("attn", block.attn.qkv), ("mlp", block.mlp.reader)):
-            plain = type(layer) is nn.Linear or hasattr(layer, "centred")
-            if not plain or "weight" not in layer._parameters:
-                cannot = f"cannot fold into block {i}'s {part}, a {type(layer).__name__} that is not plain"
-                raise ModelError(f"{cannot}; merge adapters, remove parametrizations, make pruning permanent")
+def refuse_unmerged(model: nn.Module):
+    """Raises: ModelError for a layer behind a norm that is no plain one, and for any whose weight is computed
+    before it runs, as by an adapter, a parametrization or pruning: nothing can be folded into it."""
+    behind = {id(layer) for block in model.blocks for layer in (block.attn.qkv, block.mlp.reader)}
+    behind.add(id(model.lm_head))
+    for name, layer in model.named_modules():
+        plain = "weight" in layer._parameters and (type(layer) is nn.Linear or hasattr(layer, "centred"))
+        if (id(layer) in behind and not plain) or torch.is_tensor(layer.__dict__.get("weight")):
+            cannot = f"cannot fold: {name} is no plain layer"
+            raise ModelError(f"{cannot}; merge adapters, remove parametrizations, make pruning permanent")
 
 
 def learning(network: nn.Module) -> dict[str, nn.Parameter]:

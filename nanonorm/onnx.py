@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nanonorm import kernels
-from nanonorm.errors import needed
+from nanonorm.errors import ModelError, needed
 
 OPSET = 23  # the first in which RMSNorm and attention are one operator each
 PAST, FROM = "past_key_values.", "logits_from"  # inputs of a graph with a cache
@@ -54,7 +54,8 @@ def exact(number: float) -> torch.Tensor:
 
 def write_graph(module: torch.nn.Module, inputs: dict, outputs: list[str], free: tuple | None, path: Path):
     """Write module(*inputs.values()) as a graph with its weights: above 2 GB they are in a file beside it.
-    free: for each input the {dimension: name} of those that may vary; None: none may. Raises: BadInput."""
+    free: for each input the {dimension: name} of those that may vary; None: none may. Raises: BadInput, and
+    ModelError with torch's reason where it cannot."""
     need_onnx()
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here needs
     size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
@@ -63,10 +64,15 @@ def write_graph(module: torch.nn.Module, inputs: dict, outputs: list[str], free:
         settings.enter_context(warnings.catch_warnings(action="ignore"))
         settings.enter_context(patch.object(kernels, "PAD_HEADS_TO", 0))  # it asks how long the window is
         settings.enter_context(Reworded())
-        torch.onnx.export(
-            module, tuple(inputs.values()), path, dynamo=True, opset_version=OPSET, input_names=list(inputs),
-            output_names=outputs, dynamic_shapes=free, external_data=size > INLINE, verbose=False,
-        )  # fmt: skip
+        try:
+            torch.onnx.export(
+                module, tuple(inputs.values()), path, dynamo=True, opset_version=OPSET,
+                input_names=list(inputs), output_names=outputs, dynamic_shapes=free,
+                external_data=size > INLINE, verbose=False,
+            )  # fmt: skip
+        except torch.onnx.OnnxExporterError as e:
+            why = " ".join(str(e.__cause__ or e).split())[:300]
+            raise ModelError(f"torch cannot write this network as a graph: {why}") from e
 
 
 def export(module: torch.nn.Module, x, path: Path):

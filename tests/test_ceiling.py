@@ -6,7 +6,7 @@ from conftest import batch, tiny
 from test_taper import every_fitted
 
 from nanonorm.metrics import at_ceiling, limited
-from nanonorm.scale import ceilings
+from nanonorm.scale import ceilings, drop_held
 
 
 def stretched(norm, h, share: float):
@@ -88,3 +88,11 @@ def test_it_is_for_training_and_for_the_text():
     assert torch.equal(model.eval()(x, y).ce, plain.eval()(x, y).ce)
     model, plain = (tiny("rmsnorm-internal", phase="norm", **more) for more in ({"taper_ceiling": 1e-3}, {}))
     assert torch.equal(model(x, y).ce, plain(x, y).ce)
+
+
+def test_hooks_of_ones_own_stay_where_it_goes():
+    model, own = tiny("rmsnorm-all-aux", taper_ceiling=3.0, site_weight=1.0), lambda module, args: None
+    norm = model.blocks[0].norm_attn
+    norm.register_forward_pre_hook(own)
+    drop_held(model)
+    assert not ceilings(model) and list(norm._forward_pre_hooks.values()) == [own]

@@ -529,6 +529,13 @@ def test_what_a_run_has_exported_is_in_the_tokens_of_its_corpus(to, saved, corpu
     out = convert(saved(network("llama", "all"), corpus=named), to, tmp_path / "out")
     weights = out / "model.gguf" if to == "gguf" else out
     refuse_other_tokens(meta, corpus, {}, weights)
+    folder, own = tmp_path / "anew", load_tokenizer(weights)
+    folder.mkdir()
+    for name, content in own.files.items():  # as prepare.py --tokenizer=weights writes it
+        (folder / name).write_bytes(content)
+    anew = {"tokenizer": "tokenizer.json", "tokenizer_sha256": own.sha256}
+    for recorded in ({}, named):  # evaluate.py has the manifest's
+        refuse_other_tokens(anew, folder, recorded, weights)
     with refuses("is not in the tokens of"):
         refuse_other_tokens(meta | {"tokenizer_sha256": "0"}, corpus, {}, weights)
 

@@ -178,6 +178,15 @@ def test_what_keeps_the_function_keeps_it(family, variant, knobs):
     assert abs(after(x, y).ce - before(x, y).ce) < 1e-12
 
 
+def test_a_fold_shares_what_it_does_not_change():
+    model = of("gpt2", "layernorm-all")
+    folded = fold(model)
+    ours, theirs = dict(folded.named_parameters()), dict(model.named_parameters())
+    same = {n for n in ours if n in theirs and ours[n].data_ptr() == theirs[n].data_ptr()}
+    changed = {n for n in ours if "qkv" in n or "mlp.up" in n or "lm_head" in n}
+    assert same == ours.keys() - changed and len(changed) == 10
+
+
 def test_a_shorter_context_takes_the_first_positions():
     before = of("gpt2", "layernorm", phase="norm")
     after = begun_from(file_of(before), replace(before.config, block_size=8), "file")

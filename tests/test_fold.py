@@ -217,9 +217,13 @@ def test_export_refuses_weights_that_are_not_finite(form, value):
 PRUNED = partial(prune.l1_unstructured, name="weight", amount=1)
 
 
-@pytest.mark.parametrize("change", [parametrizations.weight_norm, PRUNED, nn.Sequential])
-def test_a_layer_whose_weight_is_computed_is_refused(change):
-    model = tiny("rmsnorm-all-aux")
-    model.blocks[1].attn.qkv = change(model.blocks[1].attn.qkv)
-    with refuses("cannot fold into block 1's attn"):
+COMPUTED = [("blocks.1.attn.qkv", change) for change in (parametrizations.weight_norm, PRUNED, nn.Sequential)]
+COMPUTED += [("lm_head", PRUNED), ("blocks.0.attn.proj", PRUNED)]
+
+
+@pytest.mark.parametrize("name, change", COMPUTED)
+def test_a_layer_whose_weight_is_computed_is_refused(name, change):
+    model = tiny("rmsnorm-all-aux", tie_embeddings=False)
+    model.set_submodule(name, change(model.get_submodule(name)))
+    with refuses(f"cannot fold: {name} is no plain layer"):
         fold(model)

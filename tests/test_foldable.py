@@ -124,6 +124,20 @@ class NormThatDrops(nn.LayerNorm):
         return F.dropout(super().forward(x), 0.1, self.training)
 
 
+class NormByHand(nn.LayerNorm):
+    def forward(self, x):
+        y = torch.subtract(x, x.mean(-1, keepdim=True).expand_as(x))
+        v = torch.var(x, -1, keepdim=True, unbiased=False)
+        return torch.divide(y, torch.sqrt(v + self.eps)) * self.weight + self.bias
+
+
+class NormOfAConstant(NormByHand):
+    def forward(self, x):
+        y = x - x.mean(-1, keepdim=True)
+        v = y.square().mean(-1, keepdim=True).detach()
+        return y / torch.sqrt(v + self.eps) * self.weight + self.bias
+
+
 ONE, DOUBLING, READING, NARROW = nn.Linear(D, D), nn.LayerNorm(D), nn.LayerNorm(D), nn.LayerNorm(4)
 DOUBLING.register_forward_pre_hook(lambda module, args, kw: ((2 * args[0],), kw), with_kwargs=True)
 READING.register_forward_hook(lambda module, args, out: out + args[0])
@@ -198,6 +212,7 @@ FOLDS = {
         q=nn.Linear(D, 2 * D)),
     "a part of the channels": row(lambda s, x: (lambda h: s.n(h[..., :4]) * h[..., 4:])(s.lin(x)), n=NARROW),
     "a gain that is stored minus 1": row(lambda s, x: s.ln(s.lin(x)), ln=NormPlusOne(D)),
+    "a norm written by hand": row(lambda s, x: s.ln(s.lin(x)), ln=NormByHand(D)),
 }  # fmt: skip
 
 
@@ -250,6 +265,7 @@ REFUSED = {
     "a stream ten objects deep": row(lambda s, x: (lambda h: (s.ln(h), deep(h)))(s.lin(x))),
     "a stream that a generator yields": row(lambda s, x: (lambda h: (s.ln(h), (t for t in [h])))(s.lin(x))),
     "a norm with a limit": row(lambda s, x: s.ln(s.lin(x)), ln=NormWithLimit(D)),
+    "a norm without a gradient to its statistic": row(lambda s, x: s.ln(s.lin(x)), ln=NormOfAConstant(D)),
     "a norm with dropout": row(lambda s, x: s.ln(s.lin(x)), ln=NormThatDrops(D)),
     "a part of a detached stream": row(lambda s, x: (lambda h: (s.ln(h), h.detach()[:, :1]))(s.lin(x))),
     "a mean": row(lambda s, x: (lambda h: (s.ln(h), h.mean(-1)))(s.lin(x))),

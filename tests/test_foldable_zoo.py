@@ -1,15 +1,18 @@
 """nanonorm.foldable on real architectures: small ones of random weights, folded, run, compared in float64."""
 
+import copy
 import sys
 
 import pytest
 import torch
 import torch.nn as nn
-from conftest import refuses, same_state, scale_of_difference, slow, state_of
+import torch.nn.functional as F
+from conftest import adamw_losses, refuses, same_state, scale_of_difference, slow, state_of
 
 pytest.importorskip("transformers")
 
-from nanonorm.foldable import cast_inputs, find, fold, outputs_of, shuffled
+from nanonorm.foldable import cast_inputs, center, find, fold, outputs_of, shuffled
+from nanonorm.foldable.graph import InDouble
 from scripts.foldable import main
 from scripts.foldables.zoo import NAMES, build, randomize
 
@@ -104,6 +107,27 @@ def test_the_printed_algorithm_gives_the_papers_counts(name, layers, printed, so
     assert (report.folded, len(report.norms)) == (printed, 25 if name == "bert" else 6) and not report.ops
     assert report.errors["given"] > 1e-3 and report.errors["random"] > 1e-3 and not report.certified
     assert find(model, e.inputs).folded == sound
+
+
+def losses(model, inputs):
+    def loss(step):
+        with InDouble():
+            logits = model(**inputs).logits.flatten(0, -2)
+        return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+    return adamw_losses(loss, model, 15, lr=3e-3, weight_decay=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "whisper", "vit"])
+def test_centred_training_is_layernorm_training(name):
+    """Conv1D, convolutions, position tables, operations behind tied tables: one AdamW run, dropout idle."""
+    e = build(name, layers=2)
+    model = randomize(e.model)
+    report, inputs = find(model, e.inputs), cast_inputs(e.inputs)
+    model = model.double()
+    want, got = (losses(m, inputs) for m in (model, center(copy.deepcopy(model), report, allow_dropout=True)))
+    assert (want - got).abs().max() < 1e-9 and want[-1] < want[0] - 0.1
 
 
 def test_a_checkpoint_in_a_folder(tmp_path, monkeypatch, capsys):

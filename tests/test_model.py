@@ -28,7 +28,7 @@ from model import NORMS, Derf, DyT, LayerNorm, ModelConfig, RMSNorm, Taper, Tran
 from nanonorm.cache import KVCache
 from nanonorm.files import FORMAT
 from nanonorm.generation import sample_token
-from nanonorm.kernels import chunked_cross_entropy, turned_off
+from nanonorm.kernels import EagerRMSNorm, EagerSwiGLU, chunked_cross_entropy, turned_off
 from nanonorm.metrics import diagnostics
 
 # Two orders of the same few hundred operations. float64: 1e-16 each, 1e-12 leaves room for cancellation in
@@ -268,6 +268,26 @@ def test_rmsnorm_and_layernorm_are_their_formulas(variant):
     for norm in (model.blocks[0].norm_attn, model.norm_final):
         assert (norm.bias is None) == (variant in ("rmsnorm", "layernorm-nobias", "cbwc-nobias"))
         assert scale_of_difference(norm(h), printed(h, centre, 0.03, norm.weight, norm.bias)) <= EXACT
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_eager_kernels_have_the_gradients_of_their_formulas(shift):
+    rng = torch.Generator().manual_seed(0)
+    h, gate_up = (torch.randn(2, 3, n, dtype=torch.float64, generator=rng).requires_grad_() for n in (10, 12))
+    weight, bias = (torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_() for _ in range(2))
+    fixed = torch.randn(10, dtype=torch.float64, generator=rng).requires_grad_()
+    norm = (h, weight, bias if shift else None, 0.03, fixed if shift else None)
+    assert torch.autograd.gradcheck(lambda *args: EagerRMSNorm.apply(*args)[0], norm)
+    wanted = printed(h, False, 0.03, weight, norm[2]) + shift * fixed * h
+    assert scale_of_difference(EagerRMSNorm.apply(*norm)[0], wanted) <= EXACT
+    down = torch.randn(5, 6, dtype=torch.float64, generator=rng).requires_grad_()
+    frozen = [t.detach() if t is not None and t is not h and not isinstance(t, float) else t for t in norm]
+    assert torch.autograd.gradcheck(lambda h: EagerRMSNorm.apply(h, *frozen[1:])[0], (h,))
+    assert torch.autograd.gradcheck(EagerSwiGLU.apply, (gate_up, down))
+    assert torch.autograd.gradcheck(lambda x: EagerSwiGLU.apply(x, down.detach()), (gate_up,))
+    gate, up = gate_up.chunk(2, -1)
+    wanted = gate * torch.sigmoid(gate) * up @ down.t()
+    assert scale_of_difference(EagerSwiGLU.apply(gate_up, down), wanted) <= EXACT
 
 
 def test_the_mlp_under_autocast_is_as_exact_as_autograds():

@@ -23,11 +23,9 @@ from nanonorm.errors import BadInput
 from nanonorm.foldable.rules import SHAPE_ONLY, Digit, State, arguments_of, drops, is_node, op_name, shape_of
 
 CAST_OPERATORS = ("to", "_to_copy")
-OF_A_NORM = {  # what a LayerNorm written by hand is made of; a clamp or a dropout in it would be lost
-    *("layer_norm", "mean", "sum", "sub", "rsub", "neg", "pow", "square", "var", "var_mean", "std", "norm"),
-    *("linalg_vector_norm", "sqrt", "rsqrt", "reciprocal", "div", "mul", "add", "addcmul", "getitem"),
-    *("clone", "contiguous", "alias", "detach", "expand", "unsqueeze", "squeeze", "view", "reshape"),
-    *("flatten", "unflatten", "permute", "transpose", "movedim", *CAST_OPERATORS, *SHAPE_ONLY),
+LOST = {  # what a module may do besides a LayerNorm and a few random numbers do not show
+    *("clamp", "clamp_min", "clamp_max", "hardtanh", "threshold", "nan_to_num", "where", "masked_fill"),
+    *("minimum", "maximum", "dropout", "alpha_dropout", "feature_dropout", "detach"),
 }
 
 # ---------------------------------------------------------------------------------------------------------
@@ -299,10 +297,10 @@ class Graph:
 
     def written_out_calls(self, path: str, module: nn.Module) -> list[NormCall]:
         """The calls of a LayerNorm written in elementary operators, recognised by what it computes."""
-        replace = self.judged(path, module, epsilon(module))
+        replace, lost = probe(module, epsilon(module)), self.lost_with(path)
         if not replace or replace[0] != -1:
             return []
-        calls = []
+        calls, digit = [], Digit(1, replace[1])
         for instance in self.instances[path]:
             nodes = {n for n in self.modules[instance] if op_name(n) not in SHAPE_ONLY}
             # A cast of the input is no part of the norm: with nothing to cast it is the stream's own node.
@@ -310,13 +308,16 @@ class Graph:
             nodes -= {n for n in casts if not inside.intersection(n.all_input_nodes)}
             outside = {x for n in nodes for x in n.all_input_nodes} - nodes - self.tensor_of.keys()
             if len(outside) == 1:
-                calls.append(NormCall(path, nodes, outside.pop(), Digit(1, replace[1]), True, replace))
+                call = NormCall(path, nodes, outside.pop(), digit, True, replace)
+                if lost:
+                    call.module, call.replace, call.reason = None, None, f"has {lost} in its code"
+                calls.append(call)
         return calls
 
-    def judged(self, path: str, module: nn.Module, eps: float | None) -> tuple | None:
-        """What rms_norm_over() takes in place of a module of unknown code; None if it is no LayerNorm."""
+    def lost_with(self, path: str) -> str:
+        """The operator in a module of unknown code that an RMSNorm in its place would lose, or nothing."""
         used = {op_name(n).removesuffix("_") for n in self.nodes_of(path) if n.op == "call_function"}
-        return probe(module, eps) if used <= OF_A_NORM else None
+        return min(used & LOST, default="")
 
     def operator_call(self, node) -> NormCall:
         """The call of a layer_norm or group_norm operator, and its module if that does nothing else."""
@@ -331,7 +332,9 @@ class Graph:
             elif is_plain_layer_norm(module):
                 replace = (-1, d.n, 1, a["eps"])
             elif path and is_norm_by_name(module):
-                replace, reason = self.judged(path, module, a["eps"]), "does more than a LayerNorm"
+                replace, reason = probe(module, a["eps"]), "does more than a LayerNorm"
+                if lost := self.lost_with(path):
+                    replace, reason = None, f"has {lost} in its code"
         else:
             d = Digit(1 if len(shape) == 2 else 0, shape[1] // a["num_groups"])
             if len(shape) > 2:

@@ -76,8 +76,10 @@ class CoupledLayer(LlamaDecoderLayer):
         second, floor = inverse if self.through else inverse.detach(), self.post_attention_layernorm.floor
         if floor is not None:
             second = (second.pow(-2) + floor.clamp_min(0)).rsqrt()
-        HANDED.over = [second, inverse]
-        return super().forward(hidden_states, *args, **kwargs)
+        before, HANDED.over = getattr(HANDED, "over", None), [second, inverse]
+        out = super().forward(hidden_states, *args, **kwargs)
+        HANDED.over = before  # another network's, where this one runs inside a layer of it
+        return out
 
 
 def behind_sink(module, query, key, value, attention_mask, **kwargs):
@@ -99,9 +101,9 @@ def one_later(module, args, kwargs):
     return (*before, positions + 1), {}
 
 
-def refuse_other(attention: str):
+def refuse_other(attention: str | None):
     """Raises: ValueError for attention that would not read the sink."""
-    if attention != SINK:
+    if attention not in (None, "sdpa", SINK):
         why = "would leave out the sink of this network; it runs with sdpa alone"
         raise ValueError(f"attn_implementation={attention} {why}")
 
@@ -109,6 +111,8 @@ def refuse_other(attention: str):
 def before_attention(module, args):
     """A forward pre-hook: what it runs by may have been changed in its config."""
     refuse_other(module.config._attn_implementation)
+    if module.config._attn_implementation != SINK:
+        module.config._attn_implementation = SINK
 
 
 SINK = "nanonorm_sink"
@@ -118,9 +122,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SINK, sdpa_mask)
 
 def add_sink(model, config):
     """Give the modules of a Llama a sink. Raises: ValueError where other attention is asked for."""
-    if config._attn_implementation in (None, "sdpa"):
-        config._attn_implementation = SINK
     refuse_other(config._attn_implementation)
+    config._attn_implementation = SINK
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
         if name in ("self_attn", "attn"):
@@ -158,8 +161,7 @@ def exchange(model, config):
 
 class Sunk:
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
-        if self.config.sink is not None:
-            attn_implementation = SINK if attn_implementation == "sdpa" else attn_implementation
+        if self.config.sink is not None and isinstance(attn_implementation, str):
             refuse_other(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
