@@ -174,9 +174,9 @@ def gated(mlp, x, inverse=None):
     """SwiGLU.activation without a gradient, as two products: one of both writes the rows of each 2 F numbers
     apart, and reading them so costs more than it saves. (B, T, D) [, (B, T, 1)] -> (B, T, F)"""
     layer = mlp.gate_up
-    if type(layer) is not nn.Linear or is_watched(layer) or layer.bias is not None:
-        return NotImplemented  # it may carry an adapter
-    if x.numel() < GATED_TOKENS * x.shape[-1] or layer.weight.numel() < GATED_SIZE:
+    if type(layer) is not nn.Linear or x.numel() < GATED_TOKENS * x.shape[-1]:
+        return NotImplemented  # it may be wrapped, or carry an adapter
+    if layer.weight.numel() < GATED_SIZE or layer.bias is not None or is_watched(layer):
         return NotImplemented
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return NotImplemented
