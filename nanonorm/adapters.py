@@ -29,7 +29,7 @@ def adapted(network: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_unmerged(model: nn.Module):
     """Raises: ModelError for a layer behind a norm that is no plain one, as with an adapter or a
-    parametrization, and for any whose weight is no parameter, as where it is pruned: nothing folds into it."""
+    parametrization, and for any whose weight is no parameter, as a pruned one's: nothing folds into it."""
     behind = {id(layer) for block in model.blocks for layer in (block.attn.qkv, block.mlp.reader)}
     behind.add(id(model.lm_head))
     for name, layer in model.named_modules():
