@@ -70,6 +70,11 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def killed(argv, at: str, n: int):
+    """Run train.py, in a fork of this process, until it kills itself at the n-th call of a fault point."""
+    assert ended(fork(argv, Path(os.devnull), {"at": at, "n": n, "do": "kill"})) == -signal.SIGKILL
+
+
 def whole(out: Path):
     """After a kill: a checkpoint that is there is a good one."""
     for path in out.glob("ckpt*.pt"):

@@ -91,12 +91,6 @@ def ran(*argv, fails=False, **how) -> str:
     return said
 
 
-def killed(argv, at: str, n: int):
-    """Run train.py until it kills itself at the n-th call of a fault point."""
-    process = launch(*argv, fault={"at": at, "n": n, "do": "kill"}, stdout=-3, stderr=-3)
-    assert process.wait(timeout=300) == -signal.SIGKILL
-
-
 def gguf_file(path: Path, file: dict, arch: str) -> Path:
     """A plain network as a GGUF file of its own numbers, without a tokenizer."""
     from gguf import GGUFWriter

@@ -367,7 +367,8 @@ code = st.builds(lambda at, n: CODE[at : at + n], st.integers(0, len(CODE)), st.
 
 @settings(max_examples=200)
 @given(st.lists((texts | code).filter(lambda text: "▁" not in text)))
-@example(["<|endoftext|>", "a<unk>b", "<0x41>", "the  the\n\n  the", "дйё 東京 👍🏽👩‍💻 עברית عربى"])
+@example(["<|endoftext|>", "a<unk>b", "<0x41>", "the  the\n\n  the"])
+@example(["дйё 東京 👍🏽👩‍💻 עברית عربى"])
 def test_the_ids_are_ours(corpus, some):
     ours = load_tokenizer(corpus)
     core = from_sentencepiece(ours)

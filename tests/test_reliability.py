@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, slow
-from kills import SHORT, TWO, ended, fork
+from kills import SHORT, TWO, ended, fork, killed
 from running import assert_same, assert_same_run, final, flags, launch, metrics, ran, refused, train
 
 import forms
@@ -47,11 +47,6 @@ def resume(out) -> list[str]:
 def copied(short, tmp_path) -> Path:
     """A copy of that run."""
     return shutil.copytree(short, tmp_path / "run")
-
-
-def killed(argv, at: str, n: int):
-    """Run train.py, in a fork of this process, until it kills itself at the n-th call of a fault point."""
-    assert ended(fork(argv, Path(os.devnull), {"at": at, "n": n, "do": "kill"})) == -signal.SIGKILL
 
 
 def header(out) -> dict:
@@ -286,8 +281,6 @@ def test_a_spike_is_logged_and_logged_again(corpus, tmp_path, monkeypatch, capsy
 
 
 FULL, READ_ONLY = "No space left on device", "Read-only file system"
-
-
 DISKS = [
     ("100k", "ls", FULL, None),  # room for no checkpoint
     ("400k", "ls", FULL, 0),  # for the first, which has no optimizer state yet

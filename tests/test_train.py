@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, batch, slow, tiny
+from kills import killed
 from running import (
     assert_goes_on_from,
     assert_same,
@@ -25,7 +26,6 @@ from running import (
     cut_back,
     final,
     flags,
-    killed,
     metrics,
     ran,
     refused,
