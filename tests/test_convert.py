@@ -65,6 +65,8 @@ def network(shape: str, change: str = "baseline", dtype=torch.float64, **more) -
 
 
 def convert(source: Path, to: str, out: Path, *more) -> Path:
+    if to == "gguf":
+        pytest.importorskip("gguf", reason="pip install -r requirements-export.txt")
     train(source, f"--to={to}", f"--out={out}", *more, program=CONVERT)
     return out
 
