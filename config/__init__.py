@@ -13,7 +13,7 @@ from model import ModelConfig, ModelKnobs
 from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
-from nanonorm.knobs import V2, Anew, Needs, Since, brought, facts, off
+from nanonorm.knobs import FILLED, V2, Anew, Filled, Needs, Since, brought, facts, off
 from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Whole, Wholes, hints
@@ -37,7 +37,7 @@ Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
 class Config(ModelKnobs):
     """A training run."""
 
-    vocab_size: Annotated[int, Range(2, 2**24)] | None = None  # token ids; None: the corpus's number
+    vocab_size: Annotated[Annotated[int, Range(2, 2**24)] | None, FILLED] = None  # None: the corpus's
     # the run
     out_dir: Annotated[str | None, AGAIN] = None  # folder it writes; None: out/, files, -key=value of flags
     # scratch, weights (PATH or hub id), resume, or auto: resume, if there is one
@@ -68,13 +68,14 @@ class Config(ModelKnobs):
     beta2: Annotated[float, Range(0.0, 0.999999)] = 0.95  # AdamW
     grad_clip: NonNegative = 1.0  # largest global gradient norm; 0 is off
     decay_lr: bool = True  # cosine decay after the warmup
-    warmup_iters: Whole | None = None  # steps of linear warmup; None: 5% of max_iters
-    lr_decay_iters: Annotated[Count | None, DECAY] = None  # where it reaches min_lr; None: max_iters
+    warmup_iters: Annotated[Whole | None, FILLED] = None  # steps of linear warmup; None: 5% of max_iters
+    lr_decay_iters: Annotated[Count | None, DECAY, FILLED] = None  # where it reaches min_lr; None: max_iters
     min_lr: Annotated[NonNegative, DECAY] = 0.0  # where the decay ends
     # taper
     # step that starts the gate, freezes the scale target; None: warmup_iters
-    gate_start: Annotated[Whole | None, START] = None
-    gate_end: Annotated[Count | None, END] = None  # gate 0 from there; None: by gate_end_ratio or gate_gaps
+    gate_start: Annotated[Whole | None, START, FILLED] = None
+    # gate 0 from there; None: by gate_end_ratio or gate_gaps
+    gate_end: Annotated[Count | None, END, FILLED] = None
     gate_end_ratio: Annotated[float, Range(0.0, 1.0), END, V2] = 1.0  # of max_iters, where gate_end is None
     # all gates alike, or site by site
     gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
@@ -89,7 +90,8 @@ class Config(ModelKnobs):
     adapter: Annotated[Literal["none", "lora", "dora"], V2] = "none"
     # r of a projection; the fused qkv has 3 r, gate_up 2 r, none above full rank
     adapter_rank: Annotated[Count, ADAPTERS, V2] = 64
-    adapter_alpha: Annotated[Positive | None, ADAPTERS, V2] = None  # alpha/r multiplies them; None: twice r
+    # alpha/r multiplies them; None: twice r
+    adapter_alpha: Annotated[Positive | None, ADAPTERS, V2, FILLED] = None
     adapter_targets: Annotated[Projections | None, ADAPTERS, V2] = None  # a block's layers; None: all
     # system
     seed: Seed = 1337  # of the weights and of the order of the data
@@ -220,9 +222,10 @@ class Config(ModelKnobs):
         that were named. Raises: BadInput if that is another run."""
         free = free_on_resume() | free_on_resume(SPLIT)
         over = {"taper"} if self.taper == "none" and run.form != "trained" else set()  # see started_from
+        filled = facts(Config, Filled)
         for name in sorted(explicit - free - over):
             asked, recorded = getattr(self, name), getattr(run, name)
-            if asked != recorded and not (asked is None and name in FILLED_IN):
+            if asked != recorded and not (asked is None and name in filled):
                 remedy = "leave it out, or name another out_dir"
                 if name == "max_iters":
                     begin = f"start a new run from this one with --init_from={self.out_dir}"
@@ -254,5 +257,4 @@ def added_later() -> set[str]:
 
 
 REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}  # norm -> norms
-FILLED_IN = {"warmup_iters", "lr_decay_iters", "gate_start", "gate_end", "adapter_alpha", "vocab_size"}
 LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants

@@ -55,12 +55,16 @@ class Since(NamedTuple):
     version: int
 
 
-FREE, V2 = Anew("weights"), Since(2)
+class Filled(NamedTuple):
+    """None is for a value that other knobs or the corpus give: asked for anew, it contradicts none."""
+
+
+FREE, V2, FILLED = Anew("weights"), Since(2), Filled()
 
 
 @cache
 def facts(knobs: type, kind: type) -> dict[str, tuple]:
-    """Name -> the facts of a kind (Needs, Anew, Since) about a knob, for those that have any."""
+    """Name -> the facts of a kind (Needs, Anew, Since, Filled) about a knob, for those that have any."""
     found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints(knobs).items()}
     kept = {name: tuple(f for f in of_knob if isinstance(f, kind)) for name, of_knob in found.items()}
     return {name: of_knob for name, of_knob in kept.items() if of_knob}

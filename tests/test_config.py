@@ -27,7 +27,7 @@ from nanonorm import cli
 from nanonorm.cli import comments, parse, print_help
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, folder_name
-from nanonorm.knobs import Anew, Needs, OneOf, Since
+from nanonorm.knobs import Anew, Filled, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
 from nanonorm.run import begin, model_file
 from nanonorm.split import other_masks, other_split
@@ -196,7 +196,7 @@ def test_a_value_without_its_equals_sign_is_not_taken_for_a_config_file():
 
 def bare(hint):
     """(the type, what limits it: a Range, AS_TUPLE, a table of names, or None) of an annotated one."""
-    facts = [fact for fact in hint.__metadata__ if not isinstance(fact, Needs | Anew | Since)]
+    facts = [fact for fact in hint.__metadata__ if not isinstance(fact, Needs | Anew | Since | Filled)]
     return get_args(hint)[0], next(iter(facts), None)
 
 
