@@ -416,8 +416,8 @@ class Taper(Tracker):
 
     def calibrate(self):
         """Freeze c and start weight_tilde from weight. ModelError if it fits DELTA or eps, and no stream."""
-        nothing_flows = (self.corrected()[-1] <= DELTA) | (self.c_now() * self.norm.eps**0.5 > 1 - 1e-5)
-        self.freeze(self.c, self.c_now(), degenerate=nothing_flows)
+        fits_eps = self.c_now() * self.scale_of_nothing() > 1 - 1e-5
+        self.freeze(self.c, self.c_now(), degenerate=(self.corrected()[-1] <= DELTA) | fits_eps)
         self.weight_tilde.copy_(self.weight)
 
     def fixed(self):

@@ -15,7 +15,7 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
         out = getattr(out, "total", out)
         parts = out if isinstance(out, tuple) else (out,)  # two from a norm with two gates
         # the anchor returns None until it has a target
-        if not found and any(t is not None and not torch.isfinite(t).all() for t in parts):
+        if not found and any(t is not None and not torch.isfinite(t.detach()).all() for t in parts):
             found.append(f"output of {names[module] or 'the loss'}")
 
     names = {m: name for name, m in model.named_modules()}
@@ -23,9 +23,10 @@ def first_nonfinite(model, batches, autocast, ranks) -> str:
     model.zero_grad(set_to_none=True)
     try:
         for x, y in batches:
-            with autocast, torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
-                loss = model(x, y).total
-            loss.backward()
+            with torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
+                with autocast:
+                    loss = model(x, y).total
+                loss.backward()  # which runs the blocks again, with grad_checkpoint
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise

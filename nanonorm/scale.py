@@ -92,7 +92,11 @@ class Tracker(nn.Module):
     def follow(self):
         """Once a step, after the EMAs have moved: set on the device what is to follow them."""
 
-    def freeze(self, buffer, value, degenerate=False):
+    def scale_of_nothing(self) -> float:
+        """What its norm divides a token that is 0 by."""
+        return self.norm.scale(torch.zeros(self.norm.shape)).item()
+
+    def freeze(self, buffer, value, degenerate):
         if degenerate or not (torch.isfinite(value) and value > 0):
             seen = f"{self.ema_count.item():g} steps that give {value.item():g}"
             cause = "the stream is 0 or not finite there, or was never seen"
@@ -209,7 +213,7 @@ class ScaleAnchor(Tracker):
         return self.corrected()[0] if self.phase == "norm" else self.target
 
     def calibrate(self):
-        nothing = math.sqrt(self.norm.eps) * (1 + 1e-5)  # s of a stream that is 0, and its rounding
+        nothing = self.scale_of_nothing() * (1 + 1e-5)  # and its rounding
         self.freeze(self.target, self.target_now(), degenerate=self.target_now() <= nothing)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import ROOT, batch, tiny_config
 from running import flags, said_by, train
 
 from model import NORMS, Transformer
+from nanonorm.errors import ModelError
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -57,6 +59,20 @@ def test_calibration_and_anchor_ask_the_norm(mean_abs):
     assert model.norm_final.c_now().item() == pytest.approx(fit, rel=1e-9)
     s = (x.abs().mean(-1) + 1e-6).mean().item()
     assert model.anchor.target_now().item() == pytest.approx(s, rel=1e-9)
+
+
+def test_a_small_stream_calibrates_and_none_does_not(mean_abs):
+    """What a norm divides by where nothing flows is its own, and not the root of eps."""
+    for size, flows in ((3e-4, True), (0.0, False)):  # below the root, 1e-3
+        model = Transformer(tiny_config(norm="mean_abs", taper="final", aux_weight=0.1)).double().train()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(size if weight.dim() > 1 else 1)
+        model(*batch())
+        model.update_statistics()
+        for tracker in (model.norm_final, model.anchor):
+            with nullcontext() if flows else pytest.raises(ModelError, match="cannot calibrate"):
+                tracker.calibrate()
 
 
 NEW_FILES = {

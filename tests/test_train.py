@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -335,13 +336,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert lines.count("zero") == 16 and "subnormal" not in lines
 
 
-def test_non_finite_before_two_gates_is_one_line(corpus, tmp_path):
-    """FakeLN's norm before queries, keys and values puts out two tensors."""
+@pytest.mark.parametrize("again", [False, True])
+def test_non_finite_before_two_gates_is_one_line(again, corpus, tmp_path):
+    """FakeLN's norm before queries, keys and values puts out two tensors. again: blocks run in the backward."""
     knobs = dict(norm="layernorm", taper="all", calibration="mean_scale", anchor_target="batch", max_iters=12)
     knobs |= dict(learning_rate=1e30, grad_clip=0, warmup_iters=1, gate_start=1, gate_end=8)
+    knobs["grad_checkpoint"] = again
     status = train(*flags(tmp_path / "run", corpus, **knobs), expect=None)
     assert len(status.splitlines()) == 1
     assert re.search(r"step \d+: (non-finite (output|gradient) of|its update left) \w+", status)
+
+
+def test_compiled_blocks_that_run_again_in_the_backward_are_looked_into():
+    model = tiny(dtype=torch.float32)
+    model.grad_checkpoint = True
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    model(*batch()).total.backward()
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[0, 0] = math.inf
+    assert first_nonfinite(model, [batch()], nullcontext(), Ranks()) == "output of blocks.1.mlp.down"
 
 
 def test_a_norm_that_overflows_is_named():
