@@ -286,6 +286,22 @@ def test_peft_puts_adapters_on_it(shape, change, saved, tmp_path, code_cache):
         assert scale_of_difference(adapted.merge_and_unload()(idx).logits, said.logits) <= EXACT
 
 
+def test_what_was_trained_that_our_network_has_not_is_refused(saved, tmp_path, code_cache):
+    """A norm of cbwc has no gain any more, and theirs has one, of 1."""
+    out, idx = convert(saved(network("llama", "cbwc")), "hf", tmp_path / "out"), ids(2, 20)
+    theirs = opened(out)
+    for name, trained in (("model.embed_tokens.weight", True), ("model.norm.weight", False)):
+        with torch.no_grad():
+            theirs.get_parameter(name).mul_(1.25)
+        theirs.save_pretrained(tmp_path / name)
+        shutil.copy(out / "nanonorm.json", tmp_path / name)
+        if trained:
+            ours = open_network(str(tmp_path / name))
+            assert scale_of_difference(ours(idx), theirs(idx).logits) <= EXACT
+    with refuses("model.norm.weight was trained, for which our network has no place"):
+        open_network(str(tmp_path / name))
+
+
 USE = """
 import sys, torch, transformers
 assert transformers.__version__.startswith("4.57"), transformers.__version__
@@ -324,7 +340,8 @@ def test_transformers_4_says_the_same(saved, tmp_path):
     folders = []
     tried = [(shape, change, {}) for shape in SHAPES for change in CHANGES if change != "baseline"]
     tried += [(shape, "baseline", {"norm": norm}) for shape, norm in (("ours", "dyt"), ("gpt2", "derf"))]
-    for shape, change, knobs in [*tried, ("ours", "all", {"sink_token": 3})]:
+    sunk = [("ours", "all", {"sink_token": 3}), ("gpt2", "internal", {"sink_token": 3})]
+    for shape, change, knobs in tried + sunk:
         ours, idx = network(shape, change, **knobs), ids(2, 9)
         folders.append(convert(saved(ours), "hf", tmp_path / f"old_{len(folders)}_{shape}_{change}"))
         text = torch.cat([ours.generate(row[None], 12, temperature=0) for row in idx])

@@ -338,7 +338,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("again", [False, True])
 def test_non_finite_before_two_gates_is_one_line(again, corpus, tmp_path):
-    """FakeLN's norm before queries, keys and values puts out two tensors. again: blocks run in the backward."""
+    """FakeLN's norm before queries, keys and values puts out two. again: blocks run in the backward, too."""
     knobs = dict(norm="layernorm", taper="all", calibration="mean_scale", anchor_target="batch", max_iters=12)
     knobs |= dict(learning_rate=1e30, grad_clip=0, warmup_iters=1, gate_start=1, gate_end=8)
     knobs["grad_checkpoint"] = again

@@ -92,6 +92,7 @@ def behind_sink(module, query, key, value, attention_mask, **kwargs):
         attention_mask = F.pad(attention_mask, (1, 0), value=seen)
     elif T > 1:
         attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(1)[None, None]
+    kwargs["is_causal"] = False  # the mask says it; a GPT-2 of transformers 4 asks for both
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 

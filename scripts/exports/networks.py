@@ -84,11 +84,16 @@ def read_export(folder: Path) -> dict:
         mend = "export it again, or copy that of the export which it was trained from"
         raise BadFile(f"{said} ({str(e)[:100]}); {mend}") from None
     name, twin = nearest(config)
-    tensors, state = hub.tensors_in(folder, FAMILIES[name].prefix), {}
+    tensors, state, read = hub.tensors_in(folder, FAMILIES[name].prefix), {}, set()
     for tensor, parts in names_for(FAMILIES[name], twin, skeleton(config, folder).state_dict()).items():
         if missing := [part.name for part in parts if part.name not in tensors]:
             raise BadFile(f"{folder} is not whole: tensor {missing[0]} is missing; export it again")
         state[tensor] = hub.assembled(parts, tensors)
+        read.update(part.name for part in parts)
+    for extra in tensors.keys() - read - {"lm_head.weight"}:  # what their classes have beyond ours
+        if (tensors[extra].read() != (0 if extra.endswith(".bias") else 1)).any():
+            said = f"{folder}: {extra} was trained, for which our network has no place"
+            raise ModelError(f"{said}; only its own code reads this folder")
     # its corpus names the tokens that the network was trained on
     return {"config": facts["network"], "state": state, "meta": {"corpus": facts.get("corpus") or {}}}
 
