@@ -13,6 +13,8 @@ c is the number for which c x w is nearest, by least squares, to the norm's outp
 centred if the norm centres, w the norm's gain. With p = |x w|^2 it is E[p/r] / E[p] (TaperNorm), and leaves
 1 - E[p/r]^2 / (E[p] E[p/r^2]) of that output. Where p goes as r^2 this is 1 - (E r)^2 / E r^2, "by r alone".
 c r is c times the ordinary tokens' mean r: 1 where the scaling has their size. 1 / mean r is FakeLN's c.
+Where a fold has taken the norm, its gain is in the next layer, and w is 1: r is the same, c and what it
+leaves are of other sizes than before the fold.
 
 Prints tables and writes a folder: stream.md with the tables, stream.csv (a row a site), sinks.csv (a row a
 token that is a sink at some site), and a figure a network and text; of several networks also spread.png, the

@@ -52,7 +52,7 @@ import torch
 
 from nanonorm.cli import parse  # not found? pip install -e .
 from nanonorm.errors import BadInput, exit_on_signals, one_line_errors
-from nanonorm.files import ROOT, atomic_write, write_json
+from nanonorm.files import ROOT, atomic_write, hold_folder, write_json
 from nanonorm.log import say
 from nanonorm.typed import Count
 from scripts import sweep
@@ -290,8 +290,9 @@ class Study:
         say(shlex.join(["python", *step.words]))
         script, *words = itertools.chain(*(matches(word) for word in step.words))
         command, env = [sys.executable, str(ROOT / script), *words], os.environ | {"PYTHONPATH": str(ROOT)}
-        stdout = subprocess.PIPE if step.stdout else None
-        with subprocess.Popen(command, cwd=step.within, env=env, text=True, stdout=stdout) as child:
+        how = dict(env=env, text=True, stdout=subprocess.PIPE if step.stdout else None)
+        how["preexec_fn"] = sweep.ends_with_its_parent()
+        with subprocess.Popen(command, cwd=step.within, **how) as child:
             try:
                 said = child.communicate()[0] or ""
             except SystemExit as e:  # it may clean up, where a kill would leave parts of files
@@ -413,7 +414,10 @@ def main() -> int:
         if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)
-        Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(hold_folder(fixed["out"]))
+        except BadInput as e:
+            raise BadInput(str(e).replace("--out_dir", "--out")) from None
         Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
         exit_on_signals()
         return Study(steps, k, Path(fixed["runs"], f"{names[0]}.study.json")).work()

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -184,22 +185,22 @@ def command(run: PlannedRun, state: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *argv]
 
 
+def ends_with_its_parent() -> Callable | None:
+    """What a new process calls so that it saves and leaves when its parent is killed. None: not on Linux."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def start(run: PlannedRun, state: str, threads: int) -> subprocess.Popen:
     """Start a run. Its output goes to OUT/<name>.log."""
     env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}  # so the log ends with what came last
-    before_exec = None
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-
-        def before_exec():
-            # PR_SET_PDEATHSIG: when the sweep is killed, its runs save and leave
-            libc.prctl(1, signal.SIGTERM)
-
     with open(f"{run.folder}.log", "ab") as log:
         return subprocess.Popen(
             command(run, state), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | env,
             start_new_session=True,  # Ctrl-C reaches the sweep alone
-            preexec_fn=before_exec,
+            preexec_fn=ends_with_its_parent(),
         )  # fmt: skip
 
 

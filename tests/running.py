@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -197,3 +198,10 @@ def refused(capsys, *argv, program="train.py") -> str:
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "Traceback" not in error
     return error
+
+
+def wait_for(condition, seconds: float = 300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)

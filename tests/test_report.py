@@ -465,12 +465,13 @@ ROW = {"variant": "baseline", "runtime": "eager", "batch": 1, "seq": 64, "tok_s"
 
 def write_bench(path: Path, **changes) -> Path:
     """A report of bench.py: two shapes, a variant that has no bar, and what `changes` puts in its place."""
-    rows = []
+    rows, variants = [], ("baseline", "weightless", "unfused", "folded", "floor")
     for seq in (64, 128):
-        for i, variant in enumerate(("baseline", "weightless", "unfused", "folded", "floor")):
+        for i, variant in enumerate(variants):
             speed = {"tok_s": ROW["tok_s"] * (1 + i / 10), "speedup": 1 + i / 10}
             rows.append(ROW | {"variant": variant, "seq": seq, **speed})
-    known = {"settings": {"mode": "prefill"}, "model": {"n_layer": 2, "n_embd": Config().n_embd}}
+    settings = {"mode": "prefill", "variants": variants}
+    known = {"settings": settings, "model": {"n_layer": 2, "n_embd": Config().n_embd}}
     path.write_text(json.dumps({"machine": "an abacus", "rows": rows} | known | changes))
     return path
 
@@ -498,6 +499,8 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
     no_number = write_bench(tmp_path / "no_number.json", rows=[{"ms": "1"}])
     no_bar = write_bench(tmp_path / "no_bar.json", rows=[ROW | {"variant": "coupled"}])
     decode = write_bench(tmp_path / "decode.json", settings={"mode": "decode"})
+    upside = {"mode": "prefill", "variants": ["folded", "baseline"]}
+    upside = write_bench(tmp_path / "upside.json", settings=upside)
     wide = write_bench(tmp_path / "wide.json", model={"n_layer": 2, "n_embd": 8})
     other = write_run(tmp_path / "other", "baseline", 2)  # of another seed
     for argv, says in (
@@ -505,6 +508,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([folder, f"--bench={tmp_path / 'none.json'}"], "cannot read"),
         ([folder, f"--bench={no_number}"], "is not a report of bench.py"),
         ([folder, f"--bench={decode}"], "is of mode=decode; the picture has prefill"),
+        ([folder, f"--bench={upside}"], "compares with folded; make it with --variants=baseline"),
         ([folder, f"--bench={wide}"], "is of a network with n_embd=8, not the run's"),
         ([folder, f"--bench={no_bar}"], "has none of baseline, weightless, unfused, folded, floor"),
         ([folder, f"--bench={bench}", f"--out={tmp_path / 'nowhere/demo.png'}"], "in a folder that exists"),

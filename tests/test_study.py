@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import slow
-from running import ROOT, exit_status, refused, said_by
+from running import ROOT, exit_status, refused, said_by, wait_for
 
 from config import Config
 from nanonorm.cli import parse
 from nanonorm.errors import BadInput
+from nanonorm.files import hold_folder
 from scripts import study, sweep
 
 NAMES = study.names_of_studies()
@@ -401,9 +402,12 @@ study.Study([step], study.StudyKnobs(), Path(sys.argv[1])).work()
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
+@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT"), "SIGKILL"])
 def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
-    """SIGTERM is handed on; a Ctrl-C, which a terminal sends to both, reaches the step once."""
+    """SIGTERM is handed on; a Ctrl-C, which a terminal sends to both, reaches the step once; a killed one
+    cannot wait for its step."""
+    if name == "SIGKILL" and not sys.platform.startswith("linux"):
+        pytest.skip("elsewhere a killed study cannot take its step with it")
     begun, cleaned, number = tmp_path / "begun", tmp_path / "cleaned", getattr(signal, name)
     (tmp_path / "slow.py").write_text(CLEANS_UP)
     words = [tmp_path / "record", tmp_path / "slow.py", begun, cleaned]
@@ -412,7 +416,17 @@ def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
     while not begun.exists() and child.poll() is None:
         time.sleep(0.02)
     (os.killpg if name == "SIGINT" else os.kill)(child.pid, number)
-    assert child.wait() == 128 + number and cleaned.exists()
+    if name == "SIGKILL":
+        assert child.wait() == -number
+        wait_for(cleaned.exists)
+    else:
+        assert child.wait() == 128 + number and cleaned.exists()
+
+
+def test_two_calls_of_a_study_do_not_work_at_once(toy, tmp_path):
+    with hold_folder(tmp_path / "out"):
+        assert f"another process is at work in {tmp_path}/out; wait for it" in toy(MAKES_B, ends=2)[-1]
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_step_that_says_what_no_step_has_is_refused(toy):

@@ -10,14 +10,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from running import exit_status, metrics, refused, said_by
+from running import exit_status, metrics, refused, said_by, wait_for
 
 import data
 from config import Config
@@ -95,13 +94,6 @@ def launch(*argv, train: Path | None = None) -> subprocess.Popen:
     code = f"import sys, data; from scripts import sweep; {change}sweep.POLL_S = .05; sys.exit(sweep.main())"
     command = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
-
-
-def wait_for(condition, seconds: float = 300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def has_ended(pid: int) -> bool:

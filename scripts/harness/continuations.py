@@ -25,7 +25,7 @@ START, END, CHOICES = 24, 8, 5  # words, words, ends of an item
 
 @dataclass
 class Knobs:
-    items: Count = 1000  # of all texts together
+    items: Count = 1000  # of all texts together; rounded down, as each gives as many
     seed: Seed = 0  # of the passages and their false ends
 
 
@@ -39,7 +39,7 @@ def passages(path: str) -> list[list[str]]:
 
 
 def items(path: str, count: int, rng) -> list[dict]:
-    """Raises: BadInput for a text that is too short."""
+    """Raises: BadInput for a text that is too short, or repeats itself."""
     found = passages(path)
     if len(found) < CHOICES * count:
         need = f"{count} items need {CHOICES * count}; give more text"
@@ -49,6 +49,8 @@ def items(path: str, count: int, rng) -> list[dict]:
         words = [found[i] for i in passages_of_item]
         order = rng.permutation(CHOICES)
         ends = [" ".join(words[i][START:]) for i in order]
+        if len(set(ends)) < CHOICES:
+            raise BadInput(f"{path} repeats itself: an item would have an end twice; take another --seed")
         made.append({"start": " ".join(words[0][:START]), "ends": ends, "answer": int(order.argmin())})
     return made
 

@@ -38,8 +38,10 @@ from scripts.exports.stock import EPS
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
 LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag names
-TASKS_FLAG = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-TASKS_FLAG.add_argument("--tasks", nargs="+")
+# flags of lm_eval that this reads, too
+READ_HERE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+READ_HERE.add_argument("--tasks", nargs="+")
+READ_HERE.add_argument("--num_fewshot")
 
 
 @dataclass
@@ -63,7 +65,7 @@ def read_command(argv: list[str]) -> tuple[Harness, str, list[str]]:
         raise BadInput("name a run folder, a model file or an export folder, and then the flags of lm_eval")
     if not k.local and (of_local := sorted({"text", "choices"} & explicit)):
         raise BadInput(f"--{of_local[0]} is of the local tasks; add --local")
-    named = TASKS_FLAG.parse_known_args(others)[0].tasks
+    named = READ_HERE.parse_known_args(others)[0].tasks
     asked = ",".join(named or LOCAL.values()).split(",")
     for name in sorted(LOCAL.keys() & explicit):
         if not any(fnmatch(LOCAL[name], pattern) for pattern in asked):
@@ -130,7 +132,7 @@ def reason(said: list[str]) -> str:
     return ([line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)] or said)[-1]
 
 
-def evaluate(task: str, examples: int, args: str, flags: list[str], log: Path) -> bool:
+def evaluate(task: str, examples: int | str, args: str, flags: list[str], log: Path) -> bool:
     """Run lm_eval, and say how many inputs it has cut; whether it came to its end."""
     print(f"== {task}, {examples} examples before the question", flush=True)
     command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", args]
@@ -160,7 +162,7 @@ def main() -> int:
         (work / "text").symlink_to(Path(k.text).resolve())
         (work / "choices").symlink_to(Path(k.choices).resolve())
         args = model_args(work / "model", k.dtype)
-        named, flags = TASKS_FLAG.parse_known_args(flags)
+        named, flags = READ_HERE.parse_known_args(flags)
         tasks, examples = ON_THE_HUB, 5
         if k.local:
             for task in TASKS.glob("*.yaml"):
@@ -171,6 +173,7 @@ def main() -> int:
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks
+        examples = examples if named.num_fewshot is None else named.num_fewshot
         finished = [evaluate(task, examples, args, flags, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 

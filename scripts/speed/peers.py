@@ -44,6 +44,8 @@ from scripts.exports import needed_transformers
 from scripts.speed.parts import training_step
 from scripts.speed.tables import Shape, in_words
 
+WHO = ("nanonorm", "HF tuned", "HF", "nanoGPT")  # a longer name before what it begins with
+
 
 @dataclass
 class Peers(Shape):
@@ -52,7 +54,7 @@ class Peers(Shape):
     mode: Literal["train", "prefill", "decode"] = "train"  # a step; a prompt's last logits; one more token
     n_embd: Some[Count] | None = None  # widths; None: 64 and 256 to train, 64 and 512 else
     network: str | None = None  # instead of those, a folder of transformers, whose weights stay as they are
-    who: Some[Literal["nanonorm", "HF", "HF tuned", "nanoGPT"]] | None = None  # None: all
+    who: Some[Literal[*WHO]] | None = None  # None: all
     dtype: Some[Literal["float32", "bfloat16"]] = ("float32", "bfloat16")  # to train by autocast
     compiled: bool = True  # torch.compile as well, ours and theirs (needs a C++ compiler; half a minute each)
     nanogpt: str | None = None  # folder of a nanoGPT checkout, for mode=train
@@ -258,7 +260,7 @@ def measure(k: Peers, title: str, folder: Path) -> list[dict]:
 def print_table(k: Peers, title: str, rows: list[dict]):
     """The rows of measure() as Markdown."""
     unit = {"train": "step", "prefill": "prefill", "decode": f"{k.new_tokens} tokens"}[k.mode]
-    who = rows[0]["beside"].partition(" ")[0]
+    who = next(name for name in WHO if rows[0]["beside"].startswith(name))
     heads, cells = [title, f"ms a {unit}", "tok/s", f"this / {who}, quartiles"], []
     for r in rows:
         beside = in_words((r["ratio"], r["ratio_q1"], r["ratio_q3"]), digits=2)

@@ -40,6 +40,7 @@ from scripts.studies.runs import (
     collect,
     in_order,
     refuse_knob,
+    resumed,
     varying,
     versions_of,
 )
@@ -401,6 +402,7 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
         text.append(f"Each setting has its own {k.tuned}, written above it: {chosen}.")
     text += [f"And {before} runs of {path}, whose own page says how they were made." for path in files]
     text += [f"Left out, {folder}: {why}" for folder, why in left_out.items()]
+    text += resumed(finished)
     text.append("![gaps](gaps.png)")
     text.append(DRAWN.format(far=k.far))
     of_all = [*filter(None, (k.against, k.tuned, "origin" if files else None)), *k.by]

@@ -18,7 +18,7 @@ from nanonorm.errors import BadInput
 from nanonorm.schedules import drop_steps, gate_sites
 from nanonorm.tables import markdown
 from scripts.studies.figures import Figures, Panel, curve
-from scripts.studies.runs import FinishedRun, load, load_all, versions_of
+from scripts.studies.runs import FinishedRun, load, load_all, resumed, versions_of
 from scripts.studies.stats import spread
 
 PROTOCOLS = ("vanilla", "fakeln", "internal", "all")
@@ -127,6 +127,7 @@ def about(base: FinishedRun, runs: list[FinishedRun], how: str) -> str:
         f"- Runs from it: {how}",
         "- Differences are by pairs of the same seed; ± is a standard deviation over seeds, not texts",
         f"- Of the network: {versions_of([base], names)}; of the runs: {versions_of(runs, names)}",
+        *(f"- {said}" for said in resumed([base, *runs])),
     ]
     return "\n".join(text)
 

@@ -224,7 +224,7 @@ def preamble(runs: list[FinishedRun], left_out: dict[str, str], differ: list[str
         f"- Parameters: {', '.join(format(n, ',') for n in parameters)}",
         f"- Versions: {versions_of(runs, names)}",
         f"- Commits, each run's in runs.csv: {'; '.join(f'{c}, {n} runs' for c, n in commits)}",
-        *(f"- Resumed with something else (not the same run to the bit): {said}" for said in resumed(runs)),
+        *(f"- {said}" for said in resumed(runs)),
         f"- Runs used: {len(runs)}; left out: {len(left_out)}",
         *(f"  - {folder}: {why}" for folder, why in left_out.items()),
     ]

@@ -45,6 +45,8 @@ def read_bars(path: Path, settings: dict) -> tuple[str, list[dict]]:
     try:
         if (mode := report["settings"]["mode"]) != "prefill":
             raise BadInput(f"{path} is of mode={mode}; the picture has prefill")
+        if "baseline" in (variants := report["settings"]["variants"])[1:]:
+            raise BadInput(f"{path} compares with {variants[0]}; make it with --variants=baseline,...")
         for knob in ("n_layer", "n_embd"):
             if (there := report["model"][knob]) != settings[knob]:
                 raise BadInput(f"{path} is of a network with {knob}={there}, not the run's {settings[knob]}")

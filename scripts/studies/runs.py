@@ -377,10 +377,11 @@ def versions_of(runs: list[FinishedRun], names) -> str:
 
 
 def resumed(runs: list[FinishedRun]) -> list[str]:
-    """Where runs went on with other software or hardware than before."""
+    """A line for each place where a run went on with other software or hardware than before."""
     said = []
     for run in runs:
         for was, now in pairwise([run.head, *run.head.get("resumed", [])]):
             if other := [f"{n} {v}" for n, v in now["versions"].items() if was["versions"].get(n) != v]:
-                said.append(f"{run.folder} at step {now['iter']:,} ({', '.join(other)})")
+                where = f"{run.folder} at step {now['iter']:,} ({', '.join(other)})"
+                said.append(f"Resumed with something else (not the same run to the bit): {where}")
     return said
