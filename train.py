@@ -281,7 +281,7 @@ def main(held: ExitStack):
     if ranks.main:
         prepare_if_missing(data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text, cfg.ahead)
-    start.refuse_to_differ(ranks, corpus)
+    start.refuse_to_differ(ranks, corpus, device.type, dtype)
     model, module = make_trained(start, corpus, data_folder, dtype, hollow=not ranks.main)
     notes = cfg.remarks() + odd_sink(cfg.sink_token, data_folder / corpus["tokenizer"])
     if ranks.main:

@@ -19,10 +19,10 @@ from nanonorm.split import keep_windows
 from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype, compile and cuda_graph, by rounding and dropout's masks. A teacher may have
-# moved, and is recognized by its weights. A step's windows may be split otherwise, if they stay as many: that
-# changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
-AGAIN, SPLIT = Anew("resume"), Anew("split")
+# computed, except device, dtype, compile and cuda_graph, by rounding and dropout's masks. A teacher and a
+# corpus may have moved, and are known by what they hold. A step's windows may be split otherwise, if they stay
+# as many: that changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
+AGAIN, SPLIT, MOVED = Anew("resume"), Anew("split"), Anew("moved")
 GATES = Needs("taper", tapers)
 START, END = Needs("taper", reads_start), Needs("taper", reads_end)
 TEACHER = Needs("teacher", lambda c: c.teacher is not None)
@@ -53,7 +53,7 @@ class Config(ModelKnobs):
     wandb_project: Annotated[str, AGAIN] = "nanonorm"  # wandb project
     wandb_run_name: Annotated[str | None, AGAIN] = None  # wandb run name; None: the name of out_dir
     # data
-    dataset: str = "tinystories"  # a folder under data/, or the path of a prepared one
+    dataset: Annotated[str, MOVED] = "tinystories"  # a folder under data/, or the path of a prepared one
     batch_size: Annotated[Count, SPLIT] = 16  # windows per micro-batch
     # micro-batches per optimizer step, over all ranks together
     gradient_accumulation_steps: Annotated[Count, SPLIT] = 1
@@ -220,7 +220,7 @@ class Config(ModelKnobs):
     def resumed(self, explicit: set[str], run: "Config") -> "Config":
         """The settings that `run` goes on with, when this is what was asked for and `explicit` the knobs
         that were named. Raises: BadInput if that is another run."""
-        free = free_on_resume() | free_on_resume(SPLIT)
+        free = free_on_resume() | free_on_resume(SPLIT) | free_on_resume(MOVED)
         over = {"taper"} if self.taper == "none" and run.form != "trained" else set()  # see started_from
         filled = facts(Config, Filled)
         for name in sorted(explicit - free - over):
@@ -242,7 +242,7 @@ class Config(ModelKnobs):
 
 
 def free_on_resume(fact: Anew = AGAIN) -> set[str]:
-    """The knobs that a resumed run may set anew; with SPLIT, those by which it splits its steps otherwise."""
+    """The knobs that a resumed run may set anew; with SPLIT or MOVED, those that it may on terms."""
     return {name for name, of_knob in facts(Config, Anew).items() if fact in of_knob}
 
 

@@ -44,7 +44,7 @@ class Needs(NamedTuple):
 
 class Anew(NamedTuple):
     """Where the knob may be set anew: in a "resume" of a run; there, if the windows of a step stay the same
-    with it (a "split"); or where a run starts from given "weights"."""
+    with it (a "split"), or if the text does (it has "moved"); or where a run starts from given "weights"."""
 
     where: str
 

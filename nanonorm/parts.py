@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from nanonorm.errors import BadFile, BadInput
-from nanonorm.files import sync_folder, writing
+from nanonorm.files import still_held, sync_folder, writing
 from nanonorm.log import say
 
 CHECKPOINTS = ("ckpt.pt", "ckpt.prev.pt", "ckpt.bad.pt")
@@ -104,6 +104,7 @@ def save(out_dir: Path, file: dict, ranks) -> dict:
     folder = out_dir / FOLDERS[ranks.largest(FOLDERS.index(free))]
     with writing(folder), first_failure():
         if ranks.main:
+            still_held(out_dir)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         dist.barrier(ranks.host_group)
@@ -191,7 +192,8 @@ def load(file: dict, source: Path, live: dict, ranks):
     try:
         refuse_damaged(file, source, ranks.rank, ranks.size)
     except BadFile as e:
-        raise BadInput(f"{e} to go on from the one before") from None
+        before = " to go on from the one before" if source.name == "ckpt.pt" else ""
+        raise BadInput(f"{e}{before}") from None
     folder, tensors = folder_of(file, source), spread_in(live)
     reader = HuggingFaceStorageReader(str(folder))
     kept = set(reader.read_metadata().state_dict_metadata)

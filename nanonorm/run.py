@@ -225,15 +225,17 @@ class Beginning:
     ran_with: dict = field(default_factory=dict)  # the versions that wrote the file
     given: Path | None = None
 
-    def refuse_to_differ(self, ranks: Ranks, corpus: dict):
+    def refuse_to_differ(self, ranks: Ranks, corpus: dict, kind: str, dtype: torch.dtype):
         """Raises: BadInput if the ranks found checkpoints of different steps, or some found none, or if they
-        have other settings or another text: each would train a network of its own."""
+        have other settings, another text, or another kind of device or type: each would train a network of
+        its own."""
         first, last = ranks.span(-1 if self.source is None else self.progress.iter)
         if first != last:
             found = f"the ranks found checkpoints of steps {first} to {last} in {self.settings.out_dir}"
             raise BadInput(f"{found}: it was being written; start again")
         facts = {name: value for name, value in asdict(self.settings).items() if name not in OF_A_MACHINE}
         facts |= {name: corpus[name] for name in ("train_sha256", "val_sha256")}
+        facts |= {"kind of device": kind, "dtype": str(dtype).removeprefix("torch.")}  # what auto came to
         if differ := ranks.differ_in(facts):
             named = ", ".join(f"{name} ({' and '.join(values)})" for name, values in differ.items())
             raise BadInput(f"the ranks differ in {named}; start each with the same")

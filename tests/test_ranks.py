@@ -14,8 +14,10 @@ import torch.distributed as dist
 from conftest import refuses
 from running import ROOT, assert_same_run, flags, launch
 
+from config import Config
 from nanonorm.errors import BadInput
 from nanonorm.ranks import Ranks, store_of_this_attempt
+from nanonorm.run import Beginning
 
 
 def come(store, size, ranks, timeout_s) -> list:
@@ -74,6 +76,13 @@ def test_a_difference_is_seen_however_far_back_it_stands(monkeypatch):
     assert ranks.differ_in(facts) == {}
     monkeypatch.setattr(ranks, "told", lambda of: [of, of | {"long": "a" * 49 + "b"}])
     assert ranks.differ_in(facts) == {"long": ["a" * 20] * 2}
+
+
+def test_what_auto_comes_to_is_the_same_on_every_rank(monkeypatch):
+    monkeypatch.setattr(ranks := Ranks(), "told", lambda of: [of, of | {"dtype": "float32"}])
+    sums = dict.fromkeys(("train_sha256", "val_sha256"))
+    with refuses("the ranks differ in dtype (bfloat16 and float32)"):
+        Beginning(Config().resolve()).refuse_to_differ(ranks, sums, "cpu", torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -199,9 +199,13 @@ def test_a_failing_disk_is_one_line(short, corpus, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "again, said", [(False, "ckpt.pt: No such file"), (True, "was removed and made again")]
-)
-def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys, again, said):
+    "again, shard, said",
+    [
+        (False, False, "ckpt.pt: No such file"), (True, False, "was removed and made again"),
+        (True, True, "was removed and made again"),
+    ],
+)  # fmt: skip
+def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch, capsys, again, shard, said):
     """And nothing is written to one that was made again: it may be another run's by then."""
     out, update, steps = tmp_path / "run", torch.optim.AdamW.step, []
 
@@ -214,7 +218,7 @@ def test_a_folder_removed_under_a_run_is_one_line(corpus, tmp_path, monkeypatch,
         update(*args, **more)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", removing)
-    assert said in refused(capsys, *flags(out, corpus, **SHORT)) and len(steps) == 15
+    assert said in refused(capsys, *flags(out, corpus, **SHORT, shard=shard)) and len(steps) == 15
     assert not list(tmp_path.glob("run/*"))
 
 
@@ -530,6 +534,15 @@ def test_another_text_behind_the_same_tokenizer_is_refused(corpus, tmp_path, cap
     del file["meta"]["corpus"]["tokenizer_sha256"]
     torch.save(file, tmp_path / "run/ckpt.pt")
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
+
+
+def test_a_corpus_that_has_moved_is_named_anew(corpus, tmp_path, capsys):
+    there = shutil.copytree(corpus, tmp_path / "corpus")
+    train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
+    moved, again = there.rename(tmp_path / "moved"), resume(tmp_path / "run")
+    assert "no corpus" in refused(capsys, *again)
+    train(*again, f"--dataset={moved}")
+    assert json.loads((tmp_path / "run/config.json").read_text())["dataset"] == str(moved)
 
 
 HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"},
