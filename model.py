@@ -67,7 +67,7 @@ class ModelKnobs:
     n_kv_head: Count | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: Count = 512  # width of the residual stream
     head_dim: Annotated[Count | None, V2] = None  # width of a head; None: n_embd/n_head
-    mlp: Annotated[Literal["swiglu", "gelu", "gelu_erf"], V2] = "swiglu"  # what it computes; gelu: tanh form
+    mlp: Annotated[str, OneOf(lambda: MLPS), V2] = "swiglu"  # what it computes; gelu: tanh form
     hidden: Annotated[Count | None, V2] = None  # width of the MLP; None: 8/3 n_embd, to 8s; gelu: 4 n_embd
     tie_embeddings: bool = True  # the output head shares the embedding table
     positions: Annotated[Literal["rope", "learned"], V2] = "rope"  # rotary angles, or an added table
@@ -673,7 +673,7 @@ class Block(Alone, nn.Module):
         self.norm_attn = make_norm(c, "block")
         self.attn = attention(c, writer)
         self.norm_mlp = make_norm(c, "block")
-        self.mlp = SwiGLU(c, writer) if c.mlp == "swiglu" else GELU(c, writer)
+        self.mlp = MLPS[c.mlp](c, writer)
 
     def drop(self, y):
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -749,6 +749,7 @@ NORMS = {
     "dyt": Variant(lambda c: DyT(c.n_embd)),
     "derf": Variant(lambda c: Derf(c.n_embd)),
 }
+MLPS = {"swiglu": SwiGLU, "gelu": GELU, "gelu_erf": GELU}
 
 
 def make_block(c: ModelConfig, i: int) -> Block:

@@ -20,8 +20,8 @@ from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, 
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
 # computed, except device, dtype, compile and cuda_graph, by rounding and dropout's masks. A teacher and a
-# corpus may have moved, and are known by what they hold. A step's windows may be split otherwise, if they stay
-# as many: that changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
+# corpus may have moved: what they hold tells them. A step's windows may be split otherwise, if they stay as
+# many: that changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
 AGAIN, SPLIT, MOVED = Anew("resume"), Anew("split"), Anew("moved")
 GATES = Needs("taper", tapers)
 START, END = Needs("taper", reads_start), Needs("taper", reads_end)

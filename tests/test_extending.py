@@ -10,15 +10,39 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, batch, tiny_config
+from conftest import ROOT, batch, randomize, refuses, scale_of_difference, tiny_config
 from running import flags, said_by, train
 
-from model import NORMS, Transformer
+from forms import fold
+from model import MLPS, NORMS, Transformer
 from nanonorm.errors import ModelError
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
 PAGE = (ROOT / "docs/extending.md").read_text()
 NORM = IMPORTS + re.search(r"```python\n(class MeanAbs.*?)```", PAGE, re.S)[1]
+
+
+MLP = (
+    "from model import GELU, MLPS, F, product\n\n\n"
+    + re.search(r"```python\n(class ReLU2.*?)```", PAGE, re.S)[1]
+)
+
+
+@pytest.mark.parametrize("knobs", [{"taper": "all"}, {"norm": "coupled"}])
+def test_an_mlp_of_ones_own_tapers_couples_and_folds(knobs):
+    exec(MLP, {})  # noqa: S102
+    try:
+        model = randomize(Transformer(tiny_config(mlp="relu2", **knobs)).double()).eval()
+        model.set_phase("scale" if "taper" in knobs else "norm")
+        model.gate.fill_(0.0)
+        x = torch.randint(model.config.vocab_size, (2, 8))
+        mlp, h = model.blocks[0].mlp, torch.randn(2, 8, model.config.n_embd).double()
+        assert torch.equal(mlp.activation(h), mlp.up(h).relu().square())
+        assert scale_of_difference(fold(model)(x), model(x)) <= 1e-9
+    finally:
+        del MLPS["relu2"]
+    with refuses("mlp must be"):
+        tiny_config(mlp="relu2")
 
 
 @pytest.fixture
