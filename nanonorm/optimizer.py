@@ -19,12 +19,12 @@ def make_optimizer(parameters: list, cfg, device: torch.device) -> torch.optim.O
     matrices = [p for p in parameters if p.dim() >= 2]
     rest = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    betas = (cfg.beta1, cfg.beta2)
     if cfg.optimizer == "adamw_8bit":
         from nanonorm.eight_bit import AdamW8  # torchao takes seconds to import
 
-        return AdamW8(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2))
+        return AdamW8(groups, lr=0.0, betas=betas)
     lr = torch.zeros((), device=device) if cfg.cuda_graph else 0.0
-    betas = (cfg.beta1, cfg.beta2)
     fused = device.type in ("cpu", "cuda")  # mps has a fused one that would not skip a bad step
     return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=cfg.cuda_graph, fused=fused)
 

@@ -93,8 +93,9 @@ def drop_steps(cfg, sites: list[str]) -> list[int]:
 
     First the MLP norms from the first block that tapers to the last, gate_gaps[0] steps apart; so the
     attention norms for queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at
-    last. From one kind to the next it is a gap of the earlier kind. An attention norm that is one site has
-    the turn of queries and keys. The order is that of Baroni et al. 2025's public code.
+    last. From one kind to the next it is a gap of the earlier kind. An attention norm that is one site (as
+    with calibration=least_squares) has the turn of queries and keys; the final norm waits for the values'
+    turns all the same. The order is that of Baroni et al. 2025's public code.
     """
     gaps = (*cfg.gate_gaps, 0)
     blocks = cfg.n_layer - cfg.taper_from_layer
@@ -153,8 +154,10 @@ def check_gates(cfg):
         steps = f"gate_start={cfg.gate_start}, gate_end={cfg.gate_end}, max_iters={cfg.max_iters}"
         if cfg.gate_end > cfg.max_iters:
             remedy = f"end it at {cfg.max_iters} at the latest, or train longer"
-        elif cfg.gate_end < 2:
+        elif cfg.max_iters < 2:
             remedy = "train longer: a step to calibrate on, and one to come down in"
+        elif cfg.gate_end < 2:
+            remedy = "end it later, by gate_end or gate_end_ratio"
         else:
             remedy = f"start it before {cfg.gate_end}"
             if cfg.gate_end == end_by_ratio(cfg):

@@ -61,8 +61,8 @@ class Sunk:
     def sink(self) -> list[tuple]:
         """[(keys, values) of the sink in each layer]; without one []. Where norms are gone they are stored,
         else they are computed, and their gradient goes through every matrix, and through the gains of norms
-        as long as these train: in phase "scale" a tapered one's `weight` stays what it was, so that the sink
-        goes on without a jump."""
+        as long as these train: in phase "scale" a tapered one's `weight` stays what it was (FakeLN's one gain
+        trains on), so that the sink goes on without a jump."""
         if self.config.sink_token is None:
             return []
         if self.config.form != "trained":

@@ -595,6 +595,7 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         ("--taper=all --gate_end_ratio=0.05", "before 500, where gate_end_ratio=0.05 puts its end"),
         ("--taper=all --gate_end=500", "before 500; gate_start is warmup_iters, unless it is set"),
         ("--taper=all --max_iters=1 --warmup_iters=1", "max_iters=1; train longer: a step to"),
+        ("--taper=all --max_iters=1000 --gate_end=1", "max_iters=1000; end it later, by gate_end or"),
         ("--warmup_iters=900 --lr_decay_iters=900", "warmup_iters=900 must be below lr_decay_iters=900"),
         ("--aux_weight=0.1 --gate_start=10000", "gate_start=10000 must be below max_iters=10000"),
         ("--site_weight=1 --gate_end=50", "a site loss, which ends as a gate does, needs gate_start <"),
