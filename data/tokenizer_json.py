@@ -72,6 +72,8 @@ def files_of(tokenizer: Tokenizer, longest: int, begins: bool = True) -> dict[st
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         generation |= json.loads(files["generation_config.json"])
     settings["model_max_length"] = longest  # of this network, whatever the one that it was made of had
+    # else transformers 4 makes token_type_ids, too, which a GPT-2 adds to its embeddings and a Llama refuses
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
     made = {"tokenizer_config.json": settings, "generation_config.json": generation}
     return files | {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in made.items()}
 

@@ -226,7 +226,8 @@ class BatchAnchor(nn.Module):
         """norm: a bare model.Norm, whose `scale` is s; cfg: settings with anchor_unit."""
         super().__init__()
         self.norm, self.relative = norm, cfg.anchor_unit == "relative"
-        self.register_buffer("target", torch.tensor(0.0), persistent=False)  # of the last one, for the log
+        # of the last one, for the log; compiled, torch 2.13 writes into no 0-dim float64 buffer on a CPU
+        self.register_buffer("target", torch.zeros(1), persistent=False)
 
     def forward(self, h, idx, end_token=None):
         """h: (B, T, D); idx: (B, T), the tokens it comes from."""
@@ -243,7 +244,7 @@ class BatchAnchor(nn.Module):
         return distance(s, target, self.relative)
 
     def target_now(self):
-        return self.target
+        return self.target[0]
 
 
 FAR = 0.7  # of log r: twice or half the mean

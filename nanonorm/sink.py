@@ -62,7 +62,8 @@ class Sunk:
         """[(keys, values) of the sink in each layer]; without one []. Where norms are gone they are stored,
         else they are computed, and their gradient goes through every matrix, and through the gains of norms
         as long as these train: in phase "scale" a tapered one's `weight` stays what it was (FakeLN's one gain
-        trains on), so that the sink goes on without a jump."""
+        trains on), so that the sink goes on without a jump. What computes them is for one thread at a time,
+        what has them stored for many."""
         if self.config.sink_token is None:
             return []
         if self.config.form != "trained":

@@ -314,6 +314,10 @@ for folder in sys.argv[1:]:
     assert (logits - said["logits"]).abs().max() <= 1e-9 * said["logits"].abs().max(), folder
     for cache in (True, False):
         assert torch.equal(net.generate(said["ids"], use_cache=cache, **how), said["text"]), (folder, cache)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    read = tokenizer("def f", return_tensors="pt")
+    assert torch.equal(net(**read).logits, net(read["input_ids"]).logits), folder
+    net.generate(**read, **how)
     padded = torch.cat((torch.ones(2, 3, dtype=torch.long), said["ids"]), 1)
     mask = torch.cat((torch.zeros(2, 3, dtype=torch.long), torch.ones_like(said["ids"])), 1)
     assert torch.equal(net.generate(padded, attention_mask=mask, **how)[:, 3:], said["text"]), folder
@@ -359,6 +363,8 @@ def test_the_tokenizer_goes_along(saved, corpus, tmp_path, code_cache):
     assert theirs(text)["input_ids"] == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token_id == theirs.pad_token_id == ours.eot_id
+    named = json.loads((out / "tokenizer_config.json").read_text())["model_input_names"]
+    assert named == ["input_ids", "attention_mask"]  # transformers 4 would make another
     batch = theirs(["a", "def f(x):"], padding=True, return_tensors="pt")
     assert batch["attention_mask"][0, 0] == 0  # on the left
     made = json.loads((out / "generation_config.json").read_text())

@@ -298,6 +298,8 @@ def test_blocks_computed_twice_under_a_compiler_draw_once():
     """Both runs are compiled: a compiler draws other masks."""
     once, twice = checkpointed_pair("rmsnorm-all-aux", max_iters=12, n_layer=1, dropout=0.3)
     assert compiled_run(*twice) == pytest.approx(compiled_run(*once), rel=1e-9)
+    targets = [step.model.anchor.target_now().item() for _, step in (twice, once)]
+    assert targets[0] == pytest.approx(targets[1], rel=1e-9) and targets[0] > 0
 
 
 @pytest.mark.parametrize(
