@@ -5,6 +5,7 @@ python data/join_texts.py OUT IN IN
 
 import shutil
 import sys
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main():
     with atomic_write(out) as f:
         for i, file in enumerate(files):
             f.write(b"\n<|endoftext|>\n" if i else b"")
+            head = file.read(len(BOM_UTF8))
+            f.write(b"" if i and head == BOM_UTF8 else head)  # in the middle of a text it is no mark
             shutil.copyfileobj(file, f)
 
 

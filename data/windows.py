@@ -96,7 +96,8 @@ def main():
         raise BadInput(f"--out_dir={knobs.out_dir} is a corpus that is read; name another folder")
     known, made, limits = {}, {}, (knobs.train_tokens, knobs.val_tokens)
     for split, texts, limit in zip(("train", "val"), (trains, vals), limits, strict=True):
-        rows = [row for text in texts for row in pieces(text.view(dtype), limit)]
+        texts = [text.view(text.dtype.str.replace("i", "u")) for text in texts]  # each in its own width
+        rows = [row for text in texts for row in pieces(text, limit)]
         made[split] = np.concatenate(rows).astype(dtype)
         known |= {f"{split}_tokens": sum(map(len, rows)), f"{split}_documents": len(rows)}
         # behind a letter, or some tokenizers take the space away that a window begins with

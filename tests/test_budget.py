@@ -16,6 +16,7 @@ from nanonorm.distill import Distilled
 from nanonorm.gates import LOOK, RATE, Gates
 from nanonorm.ranks import Ranks
 from nanonorm.run import Beginning, Progress
+from nanonorm.schedules import gate_at
 from train import Step
 
 START, END = 3, 23
@@ -184,3 +185,11 @@ def test_a_run_that_waits(corpus, tmp_path, capsys):
     assert "in the middle of its taper (gates up to" in refused(capsys, *another)
     with torch.no_grad():
         assert load_model(run / "ckpt.pt")(torch.ones(1, 4, dtype=torch.long)).isfinite().all()  # at gate 0
+
+
+def test_a_step_leaves_the_next_ones_gates():
+    gates = gates_of(gate_budget=None)
+    gates.model.set_phase("blend")
+    gates.set(START + 2)
+    gates.set_behind(START + 2)
+    assert gates.model.gate[0].item() == pytest.approx(gate_at(START + 3, gates.cfg))

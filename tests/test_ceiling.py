@@ -96,3 +96,13 @@ def test_hooks_of_ones_own_stay_where_it_goes():
     norm.register_forward_pre_hook(own)
     drop_held(model)
     assert not ceilings(model) and list(norm._forward_pre_hooks.values()) == [own]
+
+
+def test_what_is_said_of_all_ceilings_is_a_mean_over_them():
+    model = tiny("rmsnorm-internal", phase="blend", taper_ceiling=1.0)
+    model(*batch())
+    model.update_statistics()
+    line = limited(model)
+    mean = line.pop("taper/limited")
+    assert 0 < mean == pytest.approx(sum(line.values()) / len(line), rel=1e-6) and len(line) == 4
+    assert f"still limited {mean:.1e} of" in at_ceiling(model)

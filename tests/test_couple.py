@@ -15,12 +15,23 @@ from running import refused, train
 from test_distill import every_family, student_of, taught_step, teacher_of
 
 from begin import untapered
+from data.sampling import spread_starts
 from forms import fold, load_model
 from model import CoupledBlock, Transformer
 from nanonorm.cache import KVCache
-from nanonorm.divergence import divergence, divergences
+from nanonorm.divergence import Divergence, divergence, divergences
 from nanonorm.run import open_model
-from scripts.couple import Couple, chosen, coupled, fit, measure, numbers_of
+from scripts.couple import (
+    Couple,
+    as_json,
+    choices_table,
+    chosen,
+    coupled,
+    fit,
+    measure,
+    numbers_of,
+    rms_table,
+)
 from scripts.studies import alphas
 
 
@@ -264,3 +275,35 @@ def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     found = alphas.kl_numbers(file, path, network, start, "each", [idx] * 20, how)
     far, near = (divergence(network, coupled(file, path, 1, n), [(idx, idx)]).kl for n in (start, found))
     assert near < far / 4 and not found[1].any()
+
+
+def test_windows_of_a_cut_corpus_begin_where_it_is_cut(base, corpus, tmp_path, monkeypatch):
+    cut, meta = shutil.copytree(corpus, tmp_path / "cut"), json.loads((corpus / "meta.json").read_text())
+    (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
+    asked = []
+    monkeypatch.setattr(
+        "data.sampling.spread_starts", lambda *args: asked.append(spread_starts(*args)) or asked[-1]
+    )
+    words = [base, f"--data={cut}", "--tokens=64", "--window=16", "--compared=64", "--alpha=mean", "--keep=0"]
+    train(*words, f"--out={tmp_path / 'out'}", program="scripts/couple.py")
+    assert [len(starts) for starts in asked] == [4, 4] and not any((starts % 16).any() for starts in asked)
+
+
+def test_the_table_by_block_has_each_number_in_its_place():
+    rms = torch.tensor([[[5.0, 6.0]], [[2.0, 3.0]]])  # first, later; by block; before attention, the MLP
+    own = {"layer": torch.tensor([[1.5], [0.0]]), "floor": torch.tensor([[1.25], [0.5]])}
+    row = rms_table(rms, own).splitlines()[-1].replace(" ", "").strip("|").split("|")
+    assert row == ["0", "2", "3", "1.5", "1.25", "0.125", "5", "6"]
+
+
+def test_the_table_and_the_file_of_choices_say_what_was_found():
+    numbers = torch.tensor([[1.25, 1.5], [0.5, 0.0]])  # alphas, floors
+    found = {(1, "floor"): (numbers, Divergence(2.0, 3.0, 0.5))}
+    row = choices_table(found, (1, "floor")).splitlines()[-1].replace(" ", "")
+    assert row == "|1|floor|1.2500to1.5000|3.0000|+1.0000|0.50000|written|"
+    own = {"layer": numbers, "floor": numbers}
+    (told,) = as_json(torch.zeros(2, 3, 2), own, found, (1, "floor"))["choices"]
+    assert told == {
+        "kept": 1, "alpha": "floor", "original": 2.0, "cross_entropy": 3.0, "kl": 0.5,
+        "alphas": [1.25, 1.5], "floors": [0.5, 0.0],
+    }  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -26,7 +27,7 @@ import data
 from config import Config
 from data import open_corpus, summed, token_sums
 from data.local import CUT, documents
-from data.sampling import SHARE, on_device, train_batch
+from data.sampling import SHARE, few_windows, on_device, spread_starts, train_batch
 from data.tokenizer import END, MIN_VOCAB, SentencePiece, load_tokenizer, train_tokenizer
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT
@@ -359,3 +360,33 @@ def test_a_corpus_goes_to_a_card_that_has_room(to_come, over, monkeypatch):
     found = [("cpu", len(t)) if isinstance(t, torch.Tensor) else t for t in placed]
     where = "cpu" if over else "cuda"
     assert found == [(where, 900), (where, 100)]
+
+
+def test_windows_reach_the_last_token_and_every_start():
+    cfg = SimpleNamespace(seed=1, longest_text=8, batch_size=200, draw_size=None)
+    (x,), (y,) = train_batch(torch.arange(12, dtype=torch.int16), cfg, 0, [0], "cpu")
+    assert sorted(set(x[:, 0].tolist())) == [0, 1, 2, 3] and y.max() == 11
+
+
+def test_windows_are_spread_to_the_end():
+    assert spread_starts(101, 10, 50).tolist()[::4] == [0, 90] and spread_starts(161, 16, 64, 16)[-1] == 144
+
+
+def test_few_windows_are_of_all_learned_positions():
+    for positions, shape in (("learned", (2, 1024)), ("rope", (4, 512))):
+        config = SimpleNamespace(longest_text=1024, positions=positions)
+        x, _ = few_windows(torch.arange(5000, dtype=torch.int16), config)
+        assert x.shape == shape and x.flatten().tolist() == list(range(2048))
+
+
+def test_a_document_that_ends_where_it_is_cut_ends(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * (CUT - 1) + "\n<|endoftext|>\nmore")
+    found = list(documents(tmp_path / "a.txt"))
+    assert found == [("x" * (CUT - 1) + "\n", False), ("", True), ("more", True)]
+
+
+def test_texts_are_joined_without_their_marks(tmp_path):
+    for name, text in (("a", "\ufeffone"), ("b", "\ufefftwo"), ("c", "3")):
+        (tmp_path / name).write_text(text)
+    train(*(tmp_path / name for name in "oabc"), program="data/join_texts.py")
+    assert list(documents(tmp_path / "o")) == [("one", True), ("two", True), ("3", True)]

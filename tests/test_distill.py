@@ -722,3 +722,8 @@ REFUSED = [
 def test_what_makes_no_sense_is_refused_in_one_line(knobs, said, base, student, corpus, tmp_path, capsys):
     assert said in refused(capsys, *taught(tmp_path / "run", corpus, student, base, **knobs))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_fingerprint_is_of_types_where_the_bytes_are_the_same():
+    t = torch.randn(4)
+    assert fingerprint({"a": t}) != fingerprint({"a": t.view(torch.int32)})

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from dataclasses import fields, replace
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from forms import load_model
 from model import Block, ModelKnobs, SplitAttention, Taper, Transformer
 from nanonorm import schedules
 from nanonorm.ranks import Ranks
-from nanonorm.schedules import gate_sites
+from nanonorm.schedules import drop_steps, gate_sites
 from train import Step
 
 FAKE = "layernorm-all-fake"
@@ -345,3 +346,19 @@ def test_a_run_that_removes_site_by_site_goes_on_amid_it(corpus, tmp_path):
     gates = {line["iter"]: line["gate"] for line in metrics(whole)}
     assert [gates[k] for k in (15, 20, 25, 30, 40)] == pytest.approx([1, 5 / 7, 3 / 7, 2 / 7, 0])
     assert max(load_model(whole / "folded.pt").meta["fold_error"].values()) < 1e-4
+
+
+def test_gates_fall_from_the_first_block_that_tapers():
+    cfg = SimpleNamespace(gate_gaps=(2, 3, 5), n_layer=3, taper_from_layer=1, gate_start=10)
+    kinds = {"norm_mlp": [10, 12], "norm_attn": [14, 17], "norm_attn.v": [20, 25]}
+    for kind, steps in kinds.items():
+        assert drop_steps(cfg, [f"blocks.{i}.{kind}" for i in (1, 2)]) == steps
+    assert drop_steps(cfg, ["norm_final"]) == [30]
+
+
+def test_where_no_token_counts_the_batchs_target_is_1():
+    anchor = tiny("rmsnorm", aux_weight=0.3, anchor_target="batch", anchor_unit="absolute").anchor
+    h, idx = torch.randn(3, 1, 24, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.long)
+    loss = anchor(h, idx)  # a first position alone
+    assert anchor.target_now() == 1
+    assert loss.item() == pytest.approx((anchor.norm.scale(h) - 1).square().mean().item())

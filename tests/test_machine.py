@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import weakref
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,8 @@ from config import Config
 from data.sampling import sent
 from nanonorm.machine import Replayed, pick_device, pick_dtype, widest_float
 from nanonorm.optimizer import make_optimizer
+from nanonorm.ranks import Ranks
+from nanonorm.run import Beginning, RunFolder
 from nanonorm.timing import captured
 
 # Runs commands in one process, as another system would, and prints what they looked for in vain.
@@ -196,3 +199,13 @@ def test_nobody_reads_what_has_not_come_to_the_host_yet():
     t.to.assert_called_once_with("cpu")
     sent(t, "cuda")
     t.to.assert_called_with("cuda", non_blocking=True)
+
+
+def test_the_peak_is_that_of_all_ranks_together(monkeypatch):
+    monkeypatch.setattr("nanonorm.run.measure_peak", lambda device, dtype: 1e12)
+    ranks = Ranks()
+    ranks.size = 2
+    folder = RunFolder(Beginning(SimpleNamespace(out_dir="x", max_iters=3)), ranks)
+    folder.open_bar(None, None)
+    folder.close_bar()
+    assert folder.peak == 2e12

@@ -12,7 +12,7 @@ from test_data import check_manifest
 import data
 from data import held_out
 from data.openwebtext.prepare import HUB_NAME
-from data.tokenizer import END
+from data.tokenizer import END, load_tokenizer
 
 PREPARE, HELD_OUT = "data/openwebtext/prepare.py", "data/held_out.py"
 
@@ -194,3 +194,11 @@ def test_a_set_that_cannot_be_made_is_one_line(flags, said, hub, bpe_corpus, tmp
     assert said in refused(capsys, *flags, program=HELD_OUT)
     assert not (tmp_path / "out/meta.json").exists()
     assert {path.name: path.read_bytes() for path in bpe_corpus.iterdir()} == before
+
+
+def test_each_document_of_a_set_ends_with_its_end(bpe_corpus, monkeypatch):
+    rows = []
+    monkeypatch.setattr(held_out, "cut_in_batches", lambda found, T: rows.extend(found) or np.zeros(T, "<u2"))
+    held_out.openwebtext(held_out.Knobs(set="openwebtext", corpus=str(bpe_corpus), block_size=4))
+    eot = load_tokenizer(bpe_corpus).eot_id
+    assert rows and all(row[-1] == eot and eot not in row[:-1] for row in rows)

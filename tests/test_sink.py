@@ -19,7 +19,7 @@ import bench
 from begin import make_trained, untapered
 from config import Config
 from data.tokenizer import load_tokenizer
-from forms import FORMS, load_model, proved, unfuse
+from forms import FORMS, fold, load_model, proved, unfuse
 from model import Transformer
 from nanonorm.cache import KVCache
 from nanonorm.distill import Distilled
@@ -380,3 +380,9 @@ def test_it_is_sampled_and_timed(corpus, capsys):
         assert work["folded"] < work["unfused"] < work["baseline"]
     with refuses("seq=32 is longer than the model's block_size=32 has room for behind its sink"):
         bench.main([*quick, "--seq=32"])
+
+
+def test_a_form_stores_the_sink_without_dropout():
+    model = tiny("rmsnorm-internal", sink_token=3, dropout=0.5)
+    trained, evaluated = fold(model.train()), fold(model.eval())
+    assert torch.equal(trained.sink_k, evaluated.sink_k) and torch.equal(trained.sink_v, evaluated.sink_v)

@@ -2,6 +2,7 @@
 of multiple choice, and the table of held-out texts."""
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -100,6 +101,20 @@ def test_bytes_of_windows_have_the_space_that_one_begins_with(tmp_path, monkeypa
     assert not (out / "chat_template.jinja").exists()
     meta, _, val = data.open_corpus(out, 8)
     assert meta["val_bytes"] == (val != tokenizer.eot_id).sum()
+
+
+def test_tokens_are_cut_in_the_width_that_their_corpus_has(mixed, tmp_path, monkeypatch):
+    """Which may be more than its ids need, if others wrote it."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps(meta | {"dtype": "<u4"}))
+        for split in ("train", "val"):
+            np.fromfile(folder / f"{split}.bin", "<u2").astype("<u4").tofile(folder / f"{split}.bin")
+    before = [split.tolist() for split in data.open_corpus(mixed, 8)[1:]]
+    words = [tmp_path / "a", tmp_path / "b", "--block_size=8", "--train_tokens=80", "--val_tokens=24"]
+    monkeypatch.setattr(sys, "argv", ["windows.py", *map(str, words), f"--out_dir={tmp_path / 'wide'}"])
+    main()
+    assert [split.tolist() for split in data.open_corpus(tmp_path / "wide", 8)[1:]] == before
 
 
 def test_a_corpus_for_a_sink_is_not_cut(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ and text, every kind of network is read, errors are one line."""
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,3 +214,16 @@ def test_a_real_networks_sinks_are_left_out_of_c(smollm2):
     assert all(residual(found[None][site]) > 5 * residual(found[4.0][site]) for site in late)
     assert found[4.0]["12.attn"].c_now() > 5 * found[None]["12.attn"].c_now()
     assert all(0 < found[4.0][site].left_out() < 0.05 for site in late)
+
+
+def test_a_site_and_a_token_are_told_as_they_are():
+    r = np.array([[[1.0, 2, 9], [4, 2, 2]], [[10, 30, 20], [20, 20, 500]]])  # medians 2 and 20
+    sink, ids = stream.sinks_of(r, 4.0), np.array([[3, 5, 7], [7, 5, 6]])
+    row = stream.site_row(r[0], r[0] ** 2, sink[0])
+    assert (row["median"], row["first"], row["largest"]) == (2.0, 2.5, 4.5)
+    tokenizer = SimpleNamespace(eot_id=6, end_token="<end>", decode=str)
+    found = stream.token_rows(r, sink, ids, ["0.attn", "0.mlp"], tokenizer, None)
+    seven, six = sorted(found, key=lambda t: -t["id"])
+    assert (six["token"], six["sites"], six["largest"]) == ("<end>", "0.mlp to 0.mlp", 25.0)
+    assert (seven["in_text"], seven["sinks"]) == (2, 1)
+    assert (seven["sites"], seven["largest"]) == ("0.attn to 0.attn", 4.5)
