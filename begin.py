@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from data import is_text_of, refuse_other_tokens
+from data import corpus_folder, is_text_of, open_corpus, refuse_other_tokens
 from data.sampling import few_windows
 from data.tokenizer import load_tokenizer
 from forms import begun_as, config_of, from_file, skeleton, unfuse
@@ -74,6 +74,22 @@ def refuse_few_ids(cfg, needed: int, data_folder: Path):
     if (cfg.vocab_size or needed) < needed:
         below = f"vocab_size={cfg.vocab_size} is below the {needed} of {data_folder}"
         raise BadInput(f"{below}; leave it out or raise it" if cfg.init_from == "scratch" else below)
+
+
+def corpus_of(start: Beginning) -> Path:
+    """The folder of a run's corpus. A resumed run may name it anew where it has moved. Raises: BadInput for
+    another text, before that would be prepared."""
+    cfg, folder = start.settings, corpus_folder(start.settings.dataset)
+    if start.source is None or folder == corpus_folder(began := start.file["run"].dataset):
+        return folder
+    recorded, same = start.file["meta"].get("corpus", {}), False
+    if "train_sha256" in recorded and (folder / "meta.json").exists():
+        same = is_text_of(open_corpus(folder, cfg.longest_text, cfg.ahead)[0], recorded)
+    if not same:
+        run = f"with which the run in {cfg.out_dir} began"
+        remedy = "leave it out, name where that text is now, or name another out_dir"
+        raise BadInput(f"dataset={cfg.dataset} is not the text of {began}, {run}; {remedy}")
+    return folder
 
 
 def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) -> Transformer:

@@ -22,9 +22,9 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from begin import change_of, distance_of, make_trained, odd_sink, provenance
+from begin import change_of, corpus_of, distance_of, make_trained, odd_sink, provenance
 from config import Config
-from data import corpus_folder, open_corpus, prepare_if_missing
+from data import open_corpus, prepare_if_missing
 from data.sampling import few_windows, on_device, train_batch, windows
 from data.tokenizer import load_tokenizer
 from forms import export_files, proved
@@ -277,7 +277,7 @@ def main(held: ExitStack):
     ranks.start(device, cfg.backend, alone=cfg.shard)
 
     # --- data, model, optimizer
-    data_folder = corpus_folder(cfg.dataset)
+    data_folder = corpus_of(start)
     if ranks.main:
         prepare_if_missing(data_folder, None if start.given is None else str(start.given))
     corpus, train_tokens, val_tokens = ranks.main_first(open_corpus, data_folder, cfg.longest_text, cfg.ahead)

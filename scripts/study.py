@@ -414,11 +414,11 @@ def main() -> int:
         if study.get("gpu") and not k.rehearse and not torch.cuda.is_available():
             raise BadInput(f"{names[0]} wants a GPU, and there is none; --try rehearses it at toy size")
         os.chdir(ROOT)
-        try:
-            stack.enter_context(hold_folder(fixed["out"]))
+        Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
+        try:  # the record is beside it, and what steps make is in it, whatever --out says
+            stack.enter_context(hold_folder(Path(fixed["runs"], names[0])))
         except BadInput as e:
-            raise BadInput(str(e).replace("--out_dir", "--out")) from None
-        Path(fixed["runs"]).mkdir(parents=True, exist_ok=True)
+            raise BadInput(str(e).replace(", or name another --out_dir", "")) from None
         exit_on_signals()
         return Study(steps, k, Path(fixed["runs"], f"{names[0]}.study.json")).work()
 

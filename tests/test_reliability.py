@@ -536,13 +536,20 @@ def test_another_text_behind_the_same_tokenizer_is_refused(corpus, tmp_path, cap
     assert "is not the corpus that the run" in refused(capsys, *resume(tmp_path / "run"))
 
 
-def test_a_corpus_that_has_moved_is_named_anew(corpus, tmp_path, capsys):
+def test_a_corpus_that_has_moved_is_named_anew(corpus, bpe_corpus, tmp_path, capsys):
     there = shutil.copytree(corpus, tmp_path / "corpus")
     train(*flags(tmp_path / "run", there, **{**SHORT, "max_iters": 10, "gate_end": 10}))
     moved, again = there.rename(tmp_path / "moved"), resume(tmp_path / "run")
     assert "no corpus" in refused(capsys, *again)
+    for other in (bpe_corpus, "tinystories"):  # which is not prepared for it
+        assert f"is not the text of {there}" in refused(capsys, *again, f"--dataset={other}")
     train(*again, f"--dataset={moved}")
     assert json.loads((tmp_path / "run/config.json").read_text())["dataset"] == str(moved)
+    file = final(tmp_path / "run")  # as one that was written before there were sums of texts
+    for name in ("train_sha256", "val_sha256"):
+        del file["meta"]["corpus"][name]
+    torch.save(file, tmp_path / "run/ckpt.pt")
+    assert f"is not the text of {there}" in refused(capsys, *again, f"--dataset={moved}")
 
 
 HALVES = [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0", "RANK": "0", "LOCAL_RANK": "0"},

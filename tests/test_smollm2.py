@@ -161,6 +161,9 @@ def test_an_item_is_how_a_passage_goes_on_among_ends_of_others(tmp_path, capsys)
         assert sum(whole in document for document in documents) == 1
     with pytest.raises(BadInput, match="has 60 passages, 13 items need 65"):
         made_items(text, 13, np.random.default_rng(0))
+    (tmp_path / "repeats.txt").write_text("one line again and again\n" * 1000)
+    with refuses("repeats itself: an item would have an end twice"):
+        made_items(tmp_path / "repeats.txt", 5, np.random.default_rng(0))
     words = (tmp_path / "out.jsonl", text, text, "--items=1")
     said = refused(capsys, *words, program="scripts/harness/continuations.py")
     assert "--items=1 leaves a text without; ask for 2 at least" in said

@@ -90,10 +90,10 @@ def read_export(folder: Path) -> dict:
             raise BadFile(f"{folder} is not whole: tensor {missing[0]} is missing; export it again")
         state[tensor] = hub.assembled(parts, tensors)
         read.update(part.name for part in parts)
-    for extra in tensors.keys() - read - {"lm_head.weight"}:  # what their classes have beyond ours
+    for extra in sorted(tensors.keys() - read - {"lm_head.weight"}):  # what their classes have beyond ours
         if (tensors[extra].read() != (0 if extra.endswith(".bias") else 1)).any():
             said = f"{folder}: {extra} was trained, for which our network has no place"
-            raise ModelError(f"{said}; only its own code reads this folder")
+            raise ModelError(f"{said}; only its own code reads this folder. Freeze such tensors to train")
     # its corpus names the tokens that the network was trained on
     return {"config": facts["network"], "state": state, "meta": {"corpus": facts.get("corpus") or {}}}
 

@@ -40,8 +40,8 @@ ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
 LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag names
 # flags of lm_eval that this reads, too
 READ_HERE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-READ_HERE.add_argument("--tasks", nargs="+")
-READ_HERE.add_argument("--num_fewshot")
+READ_HERE.add_argument("--tasks", "-t", nargs="+")
+READ_HERE.add_argument("--num_fewshot", "-f")
 
 
 @dataclass
