@@ -424,8 +424,8 @@ def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
 
 
 def test_two_calls_of_a_study_do_not_work_at_once(toy, tmp_path):
-    with hold_folder(tmp_path / "work/runs/toy"):
-        assert toy(MAKES_B, ends=2)[-1].endswith(f"is at work in {tmp_path}/work/runs/toy; wait for it")
+    with hold_folder(tmp_path / "work/runs/toy") as held:
+        assert toy(MAKES_B, ends=2)[-1].endswith(f"another process is at work in {held}; wait for it")
     assert not (tmp_path / "b").exists()
 
 
