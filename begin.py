@@ -94,7 +94,7 @@ def corpus_of(start: Beginning) -> Path:
 
 def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) -> Transformer:
     """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
-    what the run needs."""
+    what the run needs, and for floors that nothing would train."""
     cfg = start.settings
     needs_end = {"mask_end": cfg.mask_end, "anchor_target": cfg.anchor_target == "batch"}
     for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
@@ -108,6 +108,13 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
             return Transformer(config)
     if start.given is not None:
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
+        if (
+            cfg.adapter != "none"
+            and cfg.coupled_floor
+            and not config_of(start.file, start.given).coupled_floor
+        ):
+            remedy = "start from what scripts/couple.py --alpha=floor made, or use adapter=none"
+            raise BadInput(f"coupled_floor=True: adapters would leave the floors at 0; {remedy}")
         return begun_from(start.file, config, start.given)
     model = from_file(start.file, start.source)
     config = skeleton(config, start.source, trains=True).config  # without what only begun weights had

@@ -16,10 +16,10 @@ from nanonorm.files import phase_and_gates
 from nanonorm.knobs import FILLED, V2, Anew, Filled, Needs, Since, brought, facts, off
 from nanonorm.schedules import check_gates, gate_remarks, reads_end, reads_start, settle_gates, tapers
 from nanonorm.split import keep_windows
-from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Whole, Wholes, hints
+from nanonorm.typed import AS_TUPLE, Count, NonNegative, Positive, Range, Seed, Some, Whole, Wholes, hints
 
 # A resumed run is the same run. Only these may differ from what it was started with: none changes what is
-# computed, except device, dtype, compile and cuda_graph, by rounding and dropout's masks. A teacher and a
+# computed, except device, dtype, compile, cuda_graph, shard, by rounding and dropout's masks. A teacher and a
 # corpus may have moved: what they hold tells them. A step's windows may be split otherwise, if they stay as
 # many: that changes what is computed by rounding, and what is a micro-batch's own (nanonorm/split.py).
 AGAIN, SPLIT, MOVED = Anew("resume"), Anew("split"), Anew("moved")
@@ -30,7 +30,7 @@ ADAPTERS = Needs("adapter", lambda c: c.adapter != "none")
 DECAY = Needs("decay_lr", lambda c: c.decay_lr)
 Form = hints(ModelConfig)["form"]
 Projection = Literal["qkv", "proj", "gate_up", "up", "down", "tok_emb", "lm_head"]  # the last two are refused
-Projections = Annotated[tuple[Projection, ...], AS_TUPLE]
+Projections = Annotated[Some[Projection], AS_TUPLE]
 
 
 @dataclass

@@ -1,19 +1,16 @@
 """The forward pass of peft's DoRA on a linear layer (arXiv 2402.09353), at about the cost of LoRA's."""
 
-import torch.nn as nn
 from peft.tuners.lora.variants import DoraLinearVariant
 
 
 class Dora(DoraLinearVariant):
     """peft finds the norms of the rows in each forward pass, by way of B A times an identity matrix; here
-    they are a buffer, which adapters.take_norms fills. Values, gradients, merging and files are peft's."""
+    they are a buffer, which adapters.take_norms fills. Values, gradients, merging and files are peft's. For
+    adapters without a dropout of their own, as adapters.put_on makes them."""
 
     @staticmethod
     def forward(module, active_adapter, x, result, **kwargs):
         """m / |W + s B A| (W x + s B A x) + bias. x: (..., in); result, the frozen layer's: (..., out)"""
-        dropout = module.lora_dropout[active_adapter]
-        if module.training and not isinstance(dropout, nn.Identity):  # W x is needed with and without it
-            return DoraLinearVariant.forward(module, active_adapter, x, result, **kwargs)
         A, B, scaling = (of[active_adapter] for of in (module.lora_A, module.lora_B, module.scaling))
         magnitude, bias = module.lora_magnitude_vector[active_adapter], module.get_base_layer().bias
         scale = magnitude.weight / magnitude.norms

@@ -35,7 +35,7 @@ from nanonorm.files import (
 )
 from nanonorm.hub import find, is_pretrained, read_pretrained
 from nanonorm.log import Writer, say, start_wandb
-from nanonorm.machine import measure_peak
+from nanonorm.machine import measure_peak, pick_device
 from nanonorm.ranks import Ranks, local, rows_like
 from nanonorm.split import other_masks, other_split
 from nanonorm.typed import STRICT, Record, Whole, printable, why
@@ -280,8 +280,10 @@ def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitS
     if why_not and ranks.main:
         say(f"{why_not}; going on from step {file['progress']['iter']} of {source}")
     run = asked.resumed(explicit, file["run"])
-    for note in other_split(run, file["run"]) + other_masks(run, file["run"]) if ranks.main else ():
-        say(note)
+    if ranks.main:
+        masks = other_masks(run, file["run"], pick_device(run.device))
+        for note in other_split(run, file["run"]) + masks:
+            say(note)
     if "parts" in file:
         from nanonorm import parts
 

@@ -144,12 +144,14 @@ def settle_gates(cfg):
 def check_gates(cfg):
     """Refuse a taper without steps to calibrate on or to go down in, an anchor whose scale is never frozen,
     and a site loss that would end where a taper's could not. Raises: BadInput."""
+    unset = "; gate_start is warmup_iters, unless it is set" if cfg.warmup_iters == cfg.gate_start else ""
     if reads_start(cfg) and cfg.gate_start < 1:
         remedy = "set gate_start (or warmup_iters) to 1 or more"
         raise BadInput(f"gate_start=0 leaves no step before it; {remedy}")
     if reads_start(cfg) and not tapers(cfg) and cfg.gate_start >= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start} must be below max_iters={cfg.max_iters}"
-        raise BadInput(f"{steps}: there the anchor begins, or a site loss ends")
+        what = f"aux_weight={cfg.aux_weight} begins" if cfg.aux_weight > 0 else "the site loss ends"
+        raise BadInput(f"{steps}: there {what}; train longer, or start it earlier{unset}")
     if reads_end(cfg) and not cfg.gate_start < cfg.gate_end <= cfg.max_iters:
         steps = f"gate_start={cfg.gate_start}, gate_end={cfg.gate_end}, max_iters={cfg.max_iters}"
         if cfg.gate_end > cfg.max_iters:
@@ -162,8 +164,7 @@ def check_gates(cfg):
             remedy = f"start it before {cfg.gate_end}"
             if cfg.gate_end == end_by_ratio(cfg):
                 remedy += f", where gate_end_ratio={cfg.gate_end_ratio} puts its end"
-            if cfg.warmup_iters == cfg.gate_start:
-                remedy += "; gate_start is warmup_iters, unless it is set"
+            remedy += unset
         who = "the gate" if tapers(cfg) else "a site loss, which ends as a gate does,"
         raise BadInput(f"{who} needs gate_start < gate_end <= max_iters, not {steps}; {remedy}")
 

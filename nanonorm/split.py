@@ -5,6 +5,7 @@ step, over all ranks together.
 """
 
 from nanonorm.errors import BadInput
+from nanonorm.machine import how_compiled
 
 
 def windows_a_step(run) -> int:
@@ -40,8 +41,9 @@ def other_split(now, before) -> list[str]:
     return [f"{split}: the run goes on equal to rounding{coarse}, not to the bit{but_for}"]
 
 
-def other_masks(now, before) -> list[str]:
-    """The same of what draws dropout's masks: compiled code draws its own."""
-    if not now.dropout or now.compile == before.compile:
+def other_masks(now, before, device) -> list[str]:
+    """The same of what draws dropout's masks, on a device: compiled code draws its own."""
+    ours, theirs = how_compiled(now, device), how_compiled(before, device)
+    if not now.dropout or ours == theirs:
         return []
-    return [f"compile={now.compile} draws dropout's masks otherwise than compile={before.compile} did"]
+    return [f"compile={ours} draws dropout's masks otherwise than compile={theirs} did"]

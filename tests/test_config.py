@@ -598,6 +598,10 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         ("--taper=all --max_iters=1000 --gate_end=1", "max_iters=1000; end it later, by gate_end or"),
         ("--warmup_iters=900 --lr_decay_iters=900", "warmup_iters=900 must be below lr_decay_iters=900"),
         ("--aux_weight=0.1 --gate_start=10000", "gate_start=10000 must be below max_iters=10000"),
+        (
+            "--aux_weight=0.1 --max_iters=4 --warmup_iters=9",
+            "begins; train longer, or start it earlier; gate_st",
+        ),
         ("--site_weight=1 --gate_end=50", "a site loss, which ends as a gate does, needs gate_start <"),
         ("--site_weight=1 --gate_end_ratio=0.05", "before 500, where gate_end_ratio=0.05 puts its end"),
         ("--site_weight=1 --gate_end=10001", "max_iters=10000; end it at 10000 at the latest"),
@@ -662,10 +666,19 @@ def test_a_resumed_run_may_split_its_steps_otherwise():
 
 
 def test_a_resumed_run_says_that_its_masks_are_others():
-    for dropout, compiled, notes in ((0.1, True, 1), (0.1, None, 0), (0.0, True, 0)):
+    """Where what is compiled is another: a CPU leaves alone what a GPU compiles, a sharded run by blocks."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for dropout, device, asked, notes in (
+        (0.1, cpu, {"compile": True}, 1),
+        (0.1, cpu, {"compile": None}, 0),
+        (0.1, cpu, {"compile": False}, 0),
+        (0.1, gpu, {"compile": False}, 1),
+        (0.1, gpu, {"compile": True}, 0),
+        (0.1, gpu, {"shard": True}, 1),
+        (0.0, cpu, {"compile": True}, 0),
+    ):
         run = {"dropout": dropout}
-        now = resumed(run, compile=compiled)
-        assert len(other_masks(now, Config(**run).resolve())) == notes
+        assert len(other_masks(resumed(run, **asked), Config(**run).resolve(), device)) == notes
 
 
 def test_knobs_that_the_run_does_not_read_bind_nothing():

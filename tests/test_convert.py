@@ -509,6 +509,20 @@ def test_where_it_runs_is_said_of_this_network(to, shape, change, knobs, where, 
     assert capsys.readouterr().out.endswith(f"\nit runs in {where}\n")
 
 
+@pytest.mark.parametrize(
+    "shape, knobs, dtype, said",
+    [
+        ("llama", HEADS, "float32", "the stock class runs, as vLLM 0.32 and MLX did with others."),
+        ("llama", {}, "float16", "the stock class runs, as MLX did with others."),
+        ("qwen2", HEADS, "bfloat16", "the stock class runs."),
+    ],
+)
+def test_a_stock_card_claims_what_was_seen(shape, knobs, dtype, said, saved, tmp_path):
+    out = convert(saved(network(shape, "all", **knobs)), "stock", tmp_path / "out", f"--dtype={dtype}")
+    card = " ".join((out / "README.md").read_text().split())
+    assert said in card and ("In float16 its gains overflow" in card) == (dtype != "float16")
+
+
 def test_the_card_says_what_it_is(saved, tmp_path):
     base = {"name": "somebody/tiny", "architecture": "LlamaForCausalLM", "license": "apache-2.0"}
     source = saved(network("llama", "internal"), base=base, corpus={"source": "two modules"})

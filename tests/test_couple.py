@@ -210,14 +210,6 @@ def test_the_script_measures_writes_and_refuses(base, corpus, tmp_path, capsys, 
     assert set(tmp_path.iterdir()) == before, "a signal has left something"
 
 
-def test_the_next_command_reads_a_corpus_as_it_is_cut(base, corpus, tmp_path, capsys):
-    cut, meta = shutil.copytree(corpus, tmp_path / "cut"), json.loads((corpus / "meta.json").read_text())
-    (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
-    words = [base, f"--data={cut}", "--tokens=64", "--window=16", "--compared=32", "--alpha=mean", "--keep=0"]
-    train(*words, f"--out={tmp_path / 'out'}", program="scripts/couple.py")
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"--dataset={cut} --block_size=16")
-
-
 def test_the_original_is_run_once(base, corpus, tmp_path, capsys, monkeypatch):
     """Of all choices together: it reads the measured tokens, then the compared ones, each once; so does what
     every choice makes of it read those that are compared."""
@@ -277,7 +269,8 @@ def test_alphas_are_fitted_to_the_kl(base, corpus, tmp_path, capsys):
     assert near < far / 4 and not found[1].any()
 
 
-def test_windows_of_a_cut_corpus_begin_where_it_is_cut(base, corpus, tmp_path, monkeypatch):
+def test_windows_of_a_cut_corpus_begin_where_it_is_cut(base, corpus, tmp_path, capsys, monkeypatch):
+    """And the command that is printed reads it so."""
     cut, meta = shutil.copytree(corpus, tmp_path / "cut"), json.loads((corpus / "meta.json").read_text())
     (cut / "meta.json").write_text(json.dumps(meta | {"block_size": 16}))
     asked = []
@@ -287,6 +280,7 @@ def test_windows_of_a_cut_corpus_begin_where_it_is_cut(base, corpus, tmp_path, m
     words = [base, f"--data={cut}", "--tokens=64", "--window=16", "--compared=64", "--alpha=mean", "--keep=0"]
     train(*words, f"--out={tmp_path / 'out'}", program="scripts/couple.py")
     assert [len(starts) for starts in asked] == [4, 4] and not any((starts % 16).any() for starts in asked)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"--dataset={cut} --block_size=16")
 
 
 def test_the_table_by_block_has_each_number_in_its_place():

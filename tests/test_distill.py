@@ -252,21 +252,16 @@ def by_peft(network):
     return network
 
 
-@pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_dora_is_pefts_with_its_gradient(biased, dropout):
+def test_dora_is_pefts_with_its_gradient(biased):
     """In float64 to 1e-12: values, gradients, the merged weights. Of a LayerNorm network with biases too."""
     model = pair()[0] if not biased else Distilled(tiny("layernorm", bias=True), tiny("layernorm"), {})
     if biased:
         adapters.put_on(model.student, "dora", 4, 8.0)
         assert model.student.blocks[0].mlp.down.bias is not None
     shake(model)
-    if dropout:
-        for layer in adapters.adapted(model.student).values():
-            layer.lora_dropout["default"] = torch.nn.Dropout(0.3)
     found = []
     for network in (model.student, by_peft(model.student)):
-        torch.manual_seed(0)
         y = network.stream(tokens(2, 16))
         y.pow(2).sum().backward()
         found.append([y, *(p.grad for p in adapters.learning(network).values())])
@@ -712,6 +707,8 @@ REFUSED = [
     ({"norm": "cbwc", "init_from": "scratch"}, "norm=cbwc centres the matrices"),
     ({"init_from": "scratch"}, "adapters are for a student with its teacher's weights"),
     ({"adapter_targets": "lm_head"}, "leave lm_head out of adapter_targets"),
+    ({"adapter_targets": "()"}, "adapter_targets must be one or more of qkv"),
+    ({"norm": "coupled", "coupled_floor": True}, "adapters would leave the floors at 0"),
     ({"teacher": "nowhere.pt"}, "no such file or folder: nowhere.pt"),
     ({"mask_end": True}, "mask_end=True is not for a student"),
     ({"taper": "all", "calibration": "mean_scale"}, "calibration=mean_scale reads qkv in parts"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import refuses
 from running import refused, said_by
@@ -107,7 +108,7 @@ def test_tasks_that_are_named_run_once(named, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(harness, "refuse", lambda k: None)
     monkeypatch.setattr(harness, "put_model", lambda path, folder: a_folder(folder))
-    monkeypatch.setattr(harness, "evaluate", lambda task, n, args, flags, log: asked.append((task, flags)))
+    monkeypatch.setattr(harness, "evaluate", lambda task, n, args, flags, *at: asked.append((task, flags)))
     monkeypatch.setattr(sys, "argv", ["run.py", "DIR", "--limit", "9", *named])
     harness.main()
     assert asked == [("a,b", ["--limit", "9"])]
@@ -123,8 +124,24 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     acc = accuracy(model, tokenizer, QUESTIONS)
     named = found["local_choice"]
     assert (named["acc,none"], named["acc_norm,none"]) == pytest.approx(acc)
+    assert "not finite" not in said
     count = inputs_cut(model, tokenizer)
     assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in said
+
+
+@pytest.mark.slow  # a process that imports lm_eval and transformers
+def test_scores_that_are_not_finite_are_counted(reference, tmp_path):
+    """lm_eval takes the first of them for the likeliest, which here is as good as chance."""
+    export = convert(reference / "folded.pt", "hf", tmp_path / "export")
+    weights = safetensors.torch.load_file(export / "model.safetensors")
+    for name in weights:
+        if "gate_proj" in name or "up_proj" in name:
+            weights[name] *= 1e30
+    safetensors.torch.save_file(weights, export / "model.safetensors", metadata={"format": "pt"})
+    said, found = lm_eval(tmp_path / "out", export, "--local")
+    assert found["local_choice"]["acc,none"] == sum(q["answer"] == 0 for q in QUESTIONS) / len(QUESTIONS)
+    assert f"{len(QUESTIONS)} of {len(QUESTIONS)} items have a score that is not finite" in said
+    assert "1 of 1 items have" in said  # of local_text
 
 
 @pytest.mark.slow  # a process that imports lm_eval and transformers

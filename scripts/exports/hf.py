@@ -20,7 +20,7 @@ from nanonorm.families import FAMILIES, Family, Piece, misfits, pieces_of, to_th
 from nanonorm.files import ROOT
 from nanonorm.hub import TOKEN_IDS, write_weights
 from scripts.exports import AS_TRAINED, Job, name_of, needed_transformers, prove
-from scripts.exports.stock import HOW, plain, write_class
+from scripts.exports.stock import HEADS, HOW, plain, write_class
 
 NEEDS = ("transformers", "safetensors")
 CODE = Path(__file__).with_name("modeling_nanonorm.py")
@@ -32,7 +32,6 @@ AUTOS = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "
 SINK = ("sink_k", "sink_v")  # of all layers; theirs are each attention's own
 FILLED = {"RMSNorm": {"weight": 1.0}, "LayerNorm": {"weight": 1.0, "bias": 0.0}}  # where we have none
 RUNS = "transformers 4.57 and 5, with Trainer, PEFT and lm_eval"
-HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # widths that vLLM 0.32 has on a CPU
 OWN_HOW = (
     HOW.replace("(FOLDER", "(FOLDER, trust_remote_code=True")
     + """

@@ -31,7 +31,9 @@ def answer(llm, asked: dict) -> dict:
 
 
 def main():
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where its class is seen
+    # the engine in this process, where its class is seen, and its threads are OMP_NUM_THREADS: one of its own
+    # keeps a core back
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
     asked = json.load(sys.stdin)

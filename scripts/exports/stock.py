@@ -21,9 +21,12 @@ NEEDS = ("transformers", "safetensors")
 EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
 ENORMOUS = 2.0**60
 LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it is what it shrinks x by
-SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class runs:
-vLLM 0.32 and llama.cpp (`--to=gguf`) run it{mlx}. What is without norms is the network itself: `--to=hf` or
-`--to=onnx`."""
+SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class
+runs{seen}. What is without norms is the network itself: `--to=hf` or `--to=onnx`."""
+OVERFLOWS = """ In float16 its gains overflow and every logit is NaN: load it in bfloat16 or float32, or
+export it with `--dtype=float16`."""
+HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # widths that vLLM 0.32 has on a CPU
+SEEN = {"LlamaForCausalLM": ("vLLM 0.32", "MLX"), "GPT2LMHeadModel": ("vLLM 0.32",)}  # to run such a class
 IDLE = " (its norms are computed, and change nothing)"
 CENTRING = "The centring is not computed any more; the norms are, as the stock class's own."
 HOW = """```python
@@ -148,11 +151,12 @@ def write(job: Job) -> dict:
         remedy = "--to=hf writes the class it is, if there is one"
         raise ModelError(f"it has all its norms, so there is nothing to take out; {remedy}")
     file = plain(job.model, EPS.get(job.dtype, ENORMOUS))
-    c = job.model.config
-    llama = file["config"]["norm"] == "rmsnorm" and not (c.qk_norm or c.qkv_bias)
-    saves = SAVES.format(mlx="; MLX read a stock Llama" if llama else "")
-    saves = CENTRING if c.norm == "cbwc" else saves
+    c, eps = job.model.config, file["config"]["norm_eps"]
     errors, name = write_class(job, file)
-    runs = f"whatever runs a {name}{IDLE if file['config']['norm_eps'] > 1 else ''}"
+    runs = f"whatever runs a {name}{IDLE if eps > 1 else ''}"
+    seen = [engine for engine in SEEN.get(name, ()) if engine == "MLX" or c.head_dim in HEADS]
+    saves = SAVES.format(seen=f", as {' and '.join(seen)} did with others" if seen else "")
+    saves += OVERFLOWS if eps == ENORMOUS else ""
+    saves = CENTRING if c.norm == "cbwc" else saves
     how = HOW.format(dtype=name_of(job.dtype))
     return {"errors": errors, "runs": runs, "how": how, "saves": saves}

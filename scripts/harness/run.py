@@ -8,12 +8,14 @@
 
 A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
 Five examples of MMLU want a context of about 4,000 tokens: lm_eval cuts what is longer from the left, and how
-often it did is said. GPQA is gated: `hf auth login`, and accept its terms. HF_HUB_OFFLINE=1 takes the data
-from the cache. Code that a stranger's folder brings runs only with lm_eval's --trust_remote_code. Needs the
-packages of requirements-export.txt.
+often it did is said, and how many items have a score that is not finite, which lm_eval counts as any other:
+so --log_samples is always on. GPQA is gated: `hf auth login`, and accept its terms. HF_HUB_OFFLINE=1 takes
+the data from the cache. Code that a stranger's folder brings runs only with lm_eval's --trust_remote_code.
+Needs the packages of requirements-export.txt.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -23,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +45,7 @@ LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag n
 READ_HERE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 READ_HERE.add_argument("--tasks", "-t", nargs="+")
 READ_HERE.add_argument("--num_fewshot", "-f")
+READ_HERE.add_argument("--output_path", "-o")
 
 
 @dataclass
@@ -132,11 +136,27 @@ def reason(said: list[str]) -> str:
     return ([line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)] or said)[-1]
 
 
-def evaluate(task: str, examples: int | str, args: str, flags: list[str], log: Path) -> bool:
-    """Run lm_eval, and say how many inputs it has cut; whether it came to its end."""
+def not_finite(path: Path) -> tuple[int, int]:
+    """Of a samples file of lm_eval: items with a score that is not finite, and all."""
+    items, bad = set(), set()
+    for line in path.read_text().splitlines():
+        item = json.loads(line)
+        items.add(item["doc_id"])  # comes once a filter
+        for answer in chain(*item["resps"]):  # (log-likelihood, whether greedy), or one string
+            if (answer[0] if isinstance(answer, list) else answer) in ("nan", "inf", "-inf"):
+                bad.add(item["doc_id"])
+    return len(bad), len(items)
+
+
+def evaluate(task: str, examples: int | str, args: str, flags: list[str], out: Path, log: Path) -> bool:
+    """Run lm_eval, which writes into `out`, and say how many inputs it has cut and how many items have no
+    finite score; whether it came to its end."""
     print(f"== {task}, {examples} examples before the question", flush=True)
     command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", args]
-    command += ["--tasks", task, "--num_fewshot", str(examples), *flags]
+    command += ["--tasks", task, "--num_fewshot", str(examples)]
+    command += ["--output_path", str(out), "--log_samples", *flags]
+    folder = out.parent if out.suffix == ".json" else out
+    before = set(folder.rglob("samples_*.jsonl"))
     with log.open("w") as f:
         status = subprocess.run(command, stderr=f).returncode
     said = log.read_text(errors="replace").splitlines() or [f"status {status}"]
@@ -144,6 +164,12 @@ def evaluate(task: str, examples: int | str, args: str, flags: list[str], log: P
         print(f"lm_eval did not finish {task}: {reason(said)}", file=sys.stderr)
     cut = sum("exceeds model's maximum length" in line for line in said)
     print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
+    for path in sorted(set(folder.rglob("samples_*.jsonl")) - before):
+        bad, items = not_finite(path)
+        if bad:
+            print(
+                f"{path.stem}: {bad} of {items} items have a score that is not finite, and count all the same"
+            )
     return status == 0
 
 
@@ -174,7 +200,8 @@ def main() -> int:
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks
         examples = examples if named.num_fewshot is None else named.num_fewshot
-        finished = [evaluate(task, examples, args, flags, work / "log") for task in tasks]
+        out = Path(named.output_path or work / "out")
+        finished = [evaluate(task, examples, args, flags, out, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 
 

@@ -6,13 +6,14 @@ line joins means of the same seeds alone. The numbers behind the curves go into 
 
 import math
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from nanonorm.files import atomic_write
 from nanonorm.plots import pyplot, smooth
 from nanonorm.tables import report_folder, write_csv, write_markdown
+from scripts.studies.runs import FinishedRun
 from scripts.studies.stats import interval
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a dash each for print
@@ -40,16 +41,9 @@ class Panel(NamedTuple):
     less_baseline: bool = False  # the difference to the baseline's run of the same seed
 
 
-class Run(Protocol):
-    """What is drawn over the steps."""
-
-    seed: int
-
-    def series(self, metric: str) -> dict[int, float]:
-        """{step: value}"""
-
-
-def curve(runs: list[Run], metric: str, base: list[Run] = ()) -> tuple[np.ndarray, np.ndarray]:
+def curve(
+    runs: list[FinishedRun], metric: str, base: list[FinishedRun] = ()
+) -> tuple[np.ndarray, np.ndarray]:
     """(steps (T), values (runs, T)) of a metric at the steps that all runs have. With `base`, the values are
     the differences to the run of the same seed there, and a run without one is left out."""
     of_seed = {run.seed: run.series(metric) for run in base}
