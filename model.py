@@ -17,6 +17,7 @@ function of nanonorm/kernels.py that computes the same faster on some machines; 
 Shapes: B batch, T time, D = n_embd, H query heads, K key/value heads, C = head_dim, F = hidden, V vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -206,16 +207,15 @@ class Identity(nn.Module):
 class Norm(nn.Module):
     """x * inverse(x) * weight [+ bias], x = h or, if it `centres`, h - mean(h): a norm that has a statistic.
 
-    `inverse`, `centres`, the gain `weight` and the shift `bias` are all that tapers, the anchor, calibration
-    and fold ask of it. A weightless one has neither gain nor shift.
+    `inverse`, `centres`, the gain `weight` and the shift `bias` are all that tapers, anchor and fold ask.
     """
 
     centres = False
 
-    def __init__(self, dim: int, eps: float, gain: bool = True, shift: bool = False):
+    def __init__(self, dim: int, eps: float, shift: bool = False):
         super().__init__()
         self.eps, self.shape = eps, (dim,)
-        self.weight = nn.Parameter(torch.ones(dim)) if gain else None
+        self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
 
     def inverse(self, x):
@@ -254,7 +254,9 @@ class Norm(nn.Module):
         """The same statistic, without gain and shift. Raises: ModelError if it has tensors of its own."""
         if own := {n for n, _ in (*self.named_parameters(), *self.named_buffers())} - {"weight", "bias"}:
             raise ModelError(f"a Norm has no tensors but gain and shift, this one {', '.join(sorted(own))}")
-        return type(self)(*self.shape, self.eps, gain=False, shift=False)
+        bare = copy.deepcopy(self)
+        bare.weight = bare.bias = None
+        return bare
 
     def factor(self, gains: bool):
         return (self.bare(), self.weight, self.bias, False) if gains else (self, None, None, False)
@@ -322,8 +324,7 @@ class DyT(nn.Module):
     def forward(self, h):
         return torch.addcmul(self.bias, self.squash(h), self.weight)
 
-    def factor(self, gains: bool):
-        return self, None, None, False
+    factor = Identity.factor
 
 
 class Derf(DyT):
@@ -774,8 +775,7 @@ def initialize(model: "Transformer"):
 
     `init` is the spread of a block's matrices: GPT-2's 0.02, or 1/sqrt(fan in), which makes what a matrix
     writes as large as what it reads, at any width. Those that write the stream are divided by
-    sqrt(2 n_layer) (GPT-2). The tables of tokens and positions, and an untied head, have 0.02 in both;
-    `emb_scale` is the embedding's own knob.
+    sqrt(2 n_layer) (GPT-2). Tables and an untied head have 0.02 in both; `emb_scale` is the table's own knob.
     """
     c = model.config
     for name, p in model.named_parameters():

@@ -14,8 +14,9 @@ from conftest import ROOT, batch, randomize, refuses, scale_of_difference, tiny_
 from running import flags, said_by, train
 
 from forms import fold
-from model import MLPS, NORMS, Transformer
+from model import MLPS, NORMS, Norm, Transformer, Variant
 from nanonorm.errors import ModelError
+from nanonorm.kernels import upcast
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -68,6 +69,26 @@ def test_a_norm_of_ones_own_trains_tapers_folds_exports_and_is_timed(mean_abs, c
     assert capfd.readouterr().out.startswith("def")
     train(run, "--to=stock", f"--out={tmp_path / 'stock'}", program="scripts/convert.py")
     assert json.loads((tmp_path / "stock/config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_norm_with_a_setting_of_its_own_keeps_it():
+    """In the taper, in the anchor, and in a folded form's core."""
+
+    class Power(Norm):
+        def __init__(self, dim, eps, p=4.0):
+            super().__init__(dim, eps)
+            self.p = p
+
+        def inverse(self, x):
+            return upcast(x).abs().pow(self.p).mean(-1, keepdim=True).add(self.eps).pow(-1 / self.p)
+
+    NORMS["power"] = Variant(lambda c: Power(c.n_embd, c.norm_eps, p=3.0), tapers=True)
+    try:
+        model = randomize(Transformer(tiny_config(norm="power", taper="internal", aux_weight=0.1)).double())
+        norms = [m for m in (*model.modules(), *fold(model).modules()) if isinstance(m, Power)]
+        assert len(norms) == 2 * model.config.n_layer + 3 and {norm.p for norm in norms} == {3.0}
+    finally:
+        del NORMS["power"]
 
 
 def test_calibration_and_anchor_ask_the_norm(mean_abs):
