@@ -187,7 +187,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, file: dict, source: Path):
             needed |= set(optimizer.param_groups[0]["params"])
         for p in needed:
             if not fits_adamw(optimizer.state[p], p):
-                raise ValueError(f"optimizer state of a parameter {tuple(p.shape)}")
+                raise ValueError(f"optimizer state of a parameter {tuple(p.shape)}, not AdamW's")
     except torch.OutOfMemoryError:
         raise
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError) as e:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import batch, tiny
 
+from scripts.studies import amplify
 from scripts.studies.amplify import Knobs, growth, scales
 
 
@@ -61,3 +62,12 @@ def test_a_window_that_is_not_finite_as_it_is_does_not_count():
     only[1:][only[1:] == ids[0, 3]] = (ids[0, 3] + 1) % 61
     found = growth(model, only, Knobs())
     assert (found.bad, found.windows, plain.bad) == (1, 3, 0)  # of those that there are, not of those asked
+
+
+def test_a_far_window_is_in_no_mean(monkeypatch):
+    def scales(model, idx, at, layer, factor):
+        return torch.tensor([[0.05, 0.05], [0.05, 9.0]], dtype=torch.float64) * (factor > 1)
+
+    monkeypatch.setattr(amplify, "scales", scales)
+    found = amplify.growth(None, np.zeros((2, 8), np.int64), amplify.Knobs(delta=0.1))
+    assert found.left == pytest.approx([0.5, 0.5]) and found.far.tolist() == [0, 0.5]

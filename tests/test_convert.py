@@ -31,7 +31,7 @@ from nanonorm.files import writing
 from nanonorm.run import open_model
 from scripts import convert as command
 from scripts import exports as shared
-from scripts.exports import hf, stock
+from scripts.exports import hf, prove, stock
 from scripts.exports.networks import open_network
 
 transformers = pytest.importorskip("transformers")
@@ -739,3 +739,9 @@ def test_a_missing_package_is_named(refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     error = refusal(network("ours"))
     assert "needs transformers" in error and "requirements-export.txt" in error
+
+
+def test_an_error_is_the_largest_of_what_tells_tokens_apart():
+    ours = torch.tensor([[[100.0, 101.0, 99.0, 100.0]]])
+    theirs = ours + torch.tensor([0.0, 0.0625, 0.0, 0.0])
+    assert prove(ours, theirs, torch.bfloat16, "it") == 0.0625

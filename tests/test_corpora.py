@@ -105,3 +105,19 @@ def test_a_hub_that_fails_is_one_line_that_names_the_ways_out(hub, tmp_path, mon
 def test_nemotron_asks_for_the_checkpoints_tokenizer(tmp_path, capsys):
     said = refused(capsys, f"--out_dir={tmp_path / 'no'}", program=prepare_of("nemotron"))
     assert "name the checkpoint" in said
+
+
+def test_no_conversation_is_trained_on_and_validated_on(hub, tmp_path):
+    own = put(tmp_path / "gpt2", gpt2())
+    hub.rows = [{"messages": [{"role": "user", "content": f"talk {i}"}]} for i in range(9)]
+    flags = (
+        f"--tokenizer={own}",
+        "--conversations=3",
+        "--val_conversations=2",
+        f"--out_dir={tmp_path / 'out'}",
+    )
+    train(*flags, program=prepare_of("nemotron"))
+    tokenizer = load_tokenizer(own)
+    for split, which in (("val", range(2)), ("train", range(2, 5))):
+        text = tokenizer.decode(ids_of(tmp_path / "out", split))
+        assert [i for i in range(9) if f"talk {i}" in text] == [*which]

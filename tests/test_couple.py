@@ -301,3 +301,29 @@ def test_the_table_and_the_file_of_choices_say_what_was_found():
         "kept": 1, "alpha": "floor", "original": 2.0, "cross_entropy": 3.0, "kl": 0.5,
         "alphas": [1.25, 1.5], "floors": [0.5, 0.0],
     }  # fmt: skip
+
+
+def test_numbers_are_fitted_to_the_kl_of_each_batch(capsys):
+    network, batches = teacher_of(dtype=torch.float32), [tokens(2, 16, seed=s) for s in (0, 1)]
+    start = torch.tensor([[1.6, 0.6], [0.5, 0.2]], dtype=torch.float64)
+    how, of = alphas.Knobs(steps=2, rate=1e-3), (network.to_file({}), "file", network, start)
+    floor, one = (alphas.kl_numbers(*of, way, batches, how) for way in ("floor", "one"))
+    said = [float(line.split()[-1]) for line in capsys.readouterr().err.splitlines()]
+    student = coupled(*of[:2], 1, start)
+    assert said[:2] == pytest.approx([divergence(network, student, [(x, x)]).kl for x in batches], rel=5e-3)
+    assert (floor != start).all() and torch.allclose(*(one / start).T, rtol=1e-6)
+
+
+def test_what_has_one_alpha_is_fitted_from_one(base, corpus, tmp_path):
+    sizes = ("--tokens=512", "--compared=64", "--steps=3", "--kept=1", "--kl_kept=1")
+    train(base, f"--data={corpus}", f"--out={tmp_path}", *sizes, program="scripts/studies/alphas.py")
+    rows = list(csv.DictReader((tmp_path / "choices.csv").open()))
+    for row in rows:
+        assert (row["alpha_low"] == row["alpha_high"]) == ("one" in row["way"])
+        assert "floor" in row["way"] or not float(row["floor_high"])
+
+
+def test_a_row_has_each_number_of_a_choice():
+    numbers = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.5, 0.25]])  # alphas, floors
+    (row,) = alphas.as_rows({(1, "KL, floor"): (numbers, Divergence(2.5, 2.75, 0.125))})
+    assert [*row.values()] == [1, "KL, floor", 1, 3, 6, 0.5, 2.5, 2.75, 0.125]

@@ -29,7 +29,7 @@ from config import Config
 from forms import fold, load_model, proved, unfuse
 from model import Transformer
 from nanonorm import adapters, kernels, parts
-from nanonorm.distill import Distilled, distill_loss, fingerprint, share
+from nanonorm.distill import Distilled, distill_loss, fingerprint, share, whole_distill_loss
 from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks, deal
 from nanonorm.run import given_weights
@@ -724,3 +724,30 @@ def test_what_makes_no_sense_is_refused_in_one_line(knobs, said, base, student, 
 def test_a_fingerprint_is_of_types_where_the_bytes_are_the_same():
     t = torch.randn(4)
     assert fingerprint({"a": t}) != fingerprint({"a": t.view(torch.int32)})
+
+
+def test_a_wrong_merge_is_refused(monkeypatch):
+    model, _ = pair()
+    shake(model)
+    monkeypatch.setattr("peft.tuners.lora.Linear.merge", lambda self, *_, **__: None)
+    with refuses("with its adapter merged is off by"):
+        adapters.merge(model.student)
+
+
+@torch.no_grad()
+def test_biases_stay_where_adapters_are_merged():
+    pytest.importorskip("peft")
+    model, idx = tiny("rmsnorm", bias=True).eval(), tokens(2, 16)
+    adapters.put_on(model, "lora", 4, 8.0)
+    for p in adapters.learning(model).values():
+        p.normal_()
+    before = model(idx)
+    adapters.merge(model)
+    torch.testing.assert_close(model(idx), before, rtol=1e-9, atol=1e-9)
+
+
+def test_whole_logits_count_the_targets_that_pieces_count():
+    y, head, taught, teacher_head, targets = random_heads(False)
+    targets[0, 1:] = NOT_COUNTED
+    whole = whole_distill_loss(y @ head[0].T, taught @ teacher_head[0].T, targets, 0.25, 0.75)
+    torch.testing.assert_close(whole, distill_loss(y, head, taught, teacher_head, targets, 0.25, 0.75))

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -324,3 +325,47 @@ def test_what_the_paper_says_stands_beside_it(monkeypatch, capsys, text, tmp_pat
     assert by_file["paper"] == 3.0797 and abs(by_file["ce"] - 3.0797) < 9
     with refuses("the paper 3.0797, more than 0.005 apart"):
         run(capsys, folder, f"--data={owt}", "--within=0.005")
+
+
+@pytest.mark.parametrize("size, name, steps", [("s", "gpt2-small", 300), ("xl", "gpt2-xl", 800)])
+def test_a_hub_name_is_its_own_row(size, name, steps):
+    methods = {f"{name}_vanilla{steps}": "vanilla", f"{name}_LNFree{steps}": "fakeln"}
+    methods["gpt2" if size == "s" else name] = "original"
+    for title, method in methods.items():
+        assert table4.row_of(title, *table4.SIZES[size]) == (size, method)
+
+
+def test_the_papers_figure_is_of_all_its_blocks(monkeypatch, capsys, bpe_corpus, tmp_path):
+    monkeypatch.setitem(table4.SIZES, "s", (2, 24))
+    monkeypatch.setattr(table4, "CONTEXT", 16)
+    owt = shutil.copytree(bpe_corpus, tmp_path / "owt")
+    meta = json.loads((owt / "meta.json").read_text())
+    (owt / "meta.json").write_text(json.dumps(meta | {"set": "openwebtext", "block_size": 16}))
+    folder = put(network(), tmp_path / "out/gpt2_s_fakeln", owt)
+    for flags, said in (((), 3.0797), (("--blocks=2",), None), (("--block_size=8",), None)):
+        assert run(capsys, folder, f"--data={owt}", *flags)[1][0]["paper"] == said
+
+
+def evaluated(monkeypatch, text, losses, kl=None, size: int = 8, **of) -> dict:
+    """The row of a network of these losses, and KL, on a text whose teacher loses 1 a token."""
+    named = SimpleNamespace(**{"name": "n", "title": "n", "remark": None, "layers": 12, "width": 768, **of})
+    monkeypatch.setattr(evaluate, "token_losses", lambda *_: (losses, kl))
+    k, teacher = evaluate.Evaluate(blocks=None if kl is None else len(kl), finite=True), kl is not None
+    first = {text.name: np.ones_like(losses)}
+    return evaluate.evaluate(named, text, size, k, "cpu", first, named if teacher else None)
+
+
+@pytest.mark.parametrize("last, paper", [(1.0, 3.0685), (np.nan, None)])
+def test_the_papers_figure_is_of_no_part_of_its_blocks(last, paper, bpe_corpus, monkeypatch):
+    text = evaluate.open_text(str(bpe_corpus))
+    text.manifest = text.manifest.model_copy(update={"set": "openwebtext"})
+    losses = np.array([[1.0], [last]]).repeat(1023, 1)
+    row = evaluated(monkeypatch, text, losses, size=1024, title="gpt2_s_all")
+    assert (row["not_finite"], row["paper"]) == (int(paper is None), paper)
+
+
+def test_a_block_whose_kl_alone_is_not_finite_is_left_out(bpe_corpus, monkeypatch):
+    losses, kl = np.ones((3, 7)), np.full((3, 7), 0.25)
+    kl[1, 2] = np.inf
+    row = evaluated(monkeypatch, evaluate.open_text(str(bpe_corpus)), losses, kl)
+    assert (row["not_finite"], row["targets"], row["kl"], row["gap"]) == (1, 14, 0.25, 0)

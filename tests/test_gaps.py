@@ -455,3 +455,9 @@ def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
         dots = [x for line in ax.lines if line.get_marker() == "." for x in line.get_xdata()]
         left, right = ax.get_xlim()
         assert dots and left <= min(dots) and max(dots) <= right
+
+
+def test_ends_of_a_gate_that_are_nearly_one_share_are_two_settings():
+    runs = [run("rmsnorm", 1, 3.0, max_iters=8000)]
+    runs += [run("rmsnorm", 1, 3.1, "internal", max_iters=8000, gate_end=end) for end in (2000, 2001)]
+    assert len(gaps.compared(runs, ("max_iters",))) == 3

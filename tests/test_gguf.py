@@ -1,6 +1,7 @@
 """GGUF files: the logits that transformers reads in them, there and back to the bit, and one line for what
 cannot be read. They are written as llama.cpp's converter does; test_real_network.py reads a trained one."""
 
+import json
 import struct
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from conftest import refuses, same_state, scale_of_difference, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Peak, finished, gguf_file, refused, train
+from tokenizers import Tokenizer
 
+from data.gguf import bytewise, tokenizer_files
 from data.tokenizer import load_tokenizer
 from forms import fold, from_file
 from nanonorm.errors import BadInput, ModelError
@@ -341,3 +344,35 @@ def test_a_file_is_a_network_and_its_tokenizer(bpe_corpus, tmp_path, monkeypatch
     run |= dict(max_iters=3, warmup_iters=1, block_size=32, taper="internal")
     train(*(f"--{key}={value}" for key, value in run.items()))
     assert (tmp_path / "run/folded.pt").exists()
+
+
+@pytest.mark.parametrize("pre, ids", [("llama-bpe", [4]), ("gpt-2", [0, 3]), ("qwen2", [0, 3])])
+def test_a_word_of_llama_3_that_is_a_token_is_that_token(pre, ids):
+    made = bytewise({"a": 0, "b": 1, "c": 2, "bc": 3, "abc": 4}, [["b", "c"]], pre)
+    assert Tokenizer.from_str(json.dumps(made)).encode("abc").ids == ids
+
+
+def tokenizer_said(monkeypatch, **said) -> tuple[Tokenizer, dict]:
+    """(the tokenizer, its configuration) made of what a file's header says."""
+    fields = {f"tokenizer.ggml.{name}": value for name, value in said.items()}
+    monkeypatch.setattr("data.gguf.header", lambda path: (fields, {}))
+    files = tokenizer_files(Path("x.gguf"))
+    core = Tokenizer.from_str(files["tokenizer.json"].decode())
+    return core, json.loads(files["tokenizer_config.json"])
+
+
+@pytest.mark.parametrize(
+    "pre, numbers, begins",
+    [("gpt-2", 1, False), ("smollm", 4, False), ("llama-bpe", 2, True), ("qwen2", 4, False)],
+)
+def test_numbers_are_split_and_texts_begun_as_llama_cpp_does(pre, numbers, begins, monkeypatch):
+    core, config = tokenizer_said(monkeypatch, model="gpt2", pre=pre, tokens=["a"], merges=[])
+    assert len(core.pre_tokenizer.pre_tokenize_str("1234")) == numbers
+    assert config["add_bos_token"] == begins
+
+
+@pytest.mark.parametrize("said, prefix", [({}, True), ({"add_space_prefix": False}, False)])
+def test_a_space_is_put_in_front_unless_the_file_says_not(said, prefix, monkeypatch):
+    pieces = {"tokens": ["<unk>", "a"], "token_type": [2, 1], "scores": [0.0, 0.0]}
+    core, _ = tokenizer_said(monkeypatch, model="llama", **pieces, **said)
+    assert (core.normalizer.normalize_str("a") == "\u2581a") == prefix

@@ -202,3 +202,13 @@ def test_each_document_of_a_set_ends_with_its_end(bpe_corpus, monkeypatch):
     held_out.openwebtext(held_out.Knobs(set="openwebtext", corpus=str(bpe_corpus), block_size=4))
     eot = load_tokenizer(bpe_corpus).eot_id
     assert rows and all(row[-1] == eot and eot not in row[:-1] for row in rows)
+
+
+def test_fewer_records_than_the_papers_are_not_its_set(hub, bpe_corpus, tmp_path, monkeypatch):
+    hub.rows = [{"input_ids": list(range(i, i + 10))} for i in range(50)]
+    monkeypatch.setattr(held_out, "RECIPE_BLOCK", 10)
+    monkeypatch.setattr(held_out.Knobs, "records", 7)
+    flags = ["--set=pile", f"--tokenizer={bpe_corpus}", "--block_size=10", f"--out_dir={tmp_path}"]
+    for records, known in ((7, "pile"), (6, None), (8, None)):
+        assert exit_status(held_out.main, "data/held_out.py", *flags, f"--records={records}") == 0
+        assert data.open_held_out(tmp_path)[0].set == known

@@ -215,3 +215,23 @@ def test_the_context_of_weights_that_are_not_there_is_their_own(capsys, monkeypa
 def test_ranks_that_do_not_divide_a_step_are_refused(capsys):
     said = refused(capsys, *SMALL, "--ranks=3", program="scripts/plan.py")
     assert "must be a multiple of the 3 ranks" in said
+
+
+def test_a_corpus_and_a_tenth_of_the_card_count(corpus, capsys, monkeypatch):
+    argv = [word for word in SMALL if not word.startswith(("--dataset", "--vocab"))] + [f"--dataset={corpus}"]
+    found = planned(capsys, monkeypatch, *argv)
+    assert found["parts"]["corpus"] == sum(
+        (corpus / f"{split}.bin").stat().st_size for split in ("train", "val")
+    )
+    for part, fits in ((0.95, False), (0.85, True)):
+        more = planned(capsys, monkeypatch, *argv, f"--memory={found['bytes'] / part / 1e9}")
+        assert more["fits"] == fits and more["bytes"] == found["bytes"]
+
+
+def test_gathered_is_two_blocks_and_a_gradient(capsys, monkeypatch):
+    found = planned(capsys, monkeypatch, *SMALL)["parts"]
+    model = Transformer(plan.parse(plan.Plan, list(SMALL))[0].resolve().model_config())
+    matrices, learned = (
+        sum(p.nbytes for p in model.blocks[-1].parameters() if p.dim() >= dim) for dim in (2, 1)
+    )
+    assert found["gathered"] == 2 * matrices + learned + 2 * model.tok_emb.weight.nbytes

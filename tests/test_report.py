@@ -364,6 +364,10 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         (["papers", tmp_path / "none"], "no folder"),
         (["papers", seeds, "--tuned=lr"], "--tuned=lr: train.py has no such knob"),
         (["papers", seeds, "--tuned=out_dir"], "--tuned=out_dir: it sets no runs apart"),
+        (
+            ["papers", seeds, "--tuned=taper"],
+            "--tuned=taper: it tells runs apart already, by the variant's name",
+        ),
         (["papers", empty], "no finished run"),
         ([*of_gpt2, f"--base={seeds}"], f"{seeds}: no metrics.jsonl that can be read"),
         (["gaps", seeds, "--by=gate_end_ratio"], "a run is told by the gate_end that it gave"),
@@ -516,3 +520,28 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, capsys):
         ([folder, other, f"--bench={bench}"], f"{other} is not {folder} with its norms kept"),
     ):
         assert says in refused(capsys, "picture", *argv, program=REPORT)
+
+
+def test_the_default_setting_stands_though_another_has_more_seeds(undrawn, tmp_path):
+    runs = tmp_path / "runs"
+    write_run(runs / "b", "baseline", 1)
+    write_run(runs / "paper", "all_aux", 1)
+    for seed in (1, 2):
+        write_run(runs / f"far{seed}", "all_aux", seed, aux_weight=10.0)
+    rows = table(make(tmp_path / "out", runs), "Validation loss")
+    assert rows["all_aux"][:2] == ["1", f"{LOSS['all_aux'] + 0.101:.4f}"]
+
+
+def test_a_tuned_knob_at_its_default_is_no_better_for_it(undrawn, tmp_path):
+    for rate, worse in ((Config.learning_rate, 0.3), (4e-3, 0.0)):
+        write_run(tmp_path / f"runs/b{rate}", "baseline", 1, worse=worse, learning_rate=rate)
+    rows = table(make(tmp_path / "out", tmp_path / "runs", "--tuned=learning_rate"), "Validation loss")
+    assert rows["baseline"][:2] == ["1", "3.1000"]
+
+
+def test_a_band_holds_95_percent_of_the_runs(tmp_path):
+    canvas = Figures(tmp_path)
+    canvas.draw(canvas.axes(1, 1, 2)[1][0], "f", "p", "c", [7], np.array([[0.0], [1.0], [4.0]]))
+    ((*_, at, mean, low, high, n),) = canvas.points
+    assert (at, n) == ("7", 3)
+    assert [float(v) for v in (mean, low, high)] == pytest.approx([5 / 3, 0.05, 3.85], 1e-4)

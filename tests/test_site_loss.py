@@ -127,3 +127,12 @@ def test_a_baseline_with_it_is_exported_without():
         exported, _ = proved(model, form, x)
         assert not any("site" in name for name in exported.state_dict())
         assert isinstance(exported, Transformer) and not site_losses(exported) and site_losses(model)
+
+
+def test_a_sink_of_the_site_loss_is_what_is_large():
+    model = tiny("rmsnorm", phase="norm", site_weight=1.0, sink_multiple=3.0)
+    site, h = model.blocks[0].norm_attn.site, torch.ones(1, 9, 24, dtype=torch.float64)
+    h[0, 4] *= 100
+    h[0, 5] /= 100
+    site.before(None, (h.requires_grad_(),))
+    assert site.sums[-2:].tolist() == [8, 9] and site.sums[0] < 0

@@ -41,6 +41,7 @@ from nanonorm import machine
 from nanonorm.files import read_file
 from nanonorm.machine import pick_dtype
 from nanonorm.nonfinite import first_nonfinite
+from nanonorm.optimizer import grad_norms
 from nanonorm.ranks import Ranks
 from scripts.studies.runs import identity, read_finished
 
@@ -474,3 +475,13 @@ def test_what_a_run_says_next_works(corpus, tmp_path, capsys, norm):
         few = {"bench.py": ["--iters=1", "--warmup=0", "--seq=8", "--batch=1"],
                "sample.py": ["--prompt=x", "--max_new_tokens=2"]}  # fmt: skip
         train(path, *few[program], program=program)
+
+
+def test_a_norms_gain_and_shift_have_one_gradient():
+    names = [
+        f"blocks.{i}.norm_{kind}.{part}"
+        for i, kind in ((0, "mlp"), (1, "attn"))
+        for part in ("weight", "bias")
+    ]
+    found = grad_norms(names, torch.tensor([3.0, 4.0, 5.0, 12.0]))
+    assert found["grad/norm"] == 9 and found["grad/total"] == pytest.approx(194**0.5)

@@ -353,6 +353,8 @@ def refuse_knob(flag: str, knob: str):
         raise BadInput(f"--{flag}={knob}: train.py has no such knob")
     if knob == "gate_end_ratio":
         raise BadInput(f"--{flag}={knob}: a run is told by the gate_end that it gave; name that")
+    if knob in ("norm", "taper"):
+        raise BadInput(f"--{flag}={knob}: it tells runs apart already, by the variant's name")
     if knob in SKIP - {"aux_weight"}:
         raise BadInput(f"--{flag}={knob}: it sets no runs apart")
 
