@@ -108,11 +108,9 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
             return Transformer(config)
     if start.given is not None:
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
-        if (
-            cfg.adapter != "none"
-            and cfg.coupled_floor
-            and not config_of(start.file, start.given).coupled_floor
-        ):
+        had = config_of(start.file, start.given)
+        trained = had.coupled_floor and had.coupled_from_layer <= cfg.coupled_from_layer
+        if cfg.adapter != "none" and cfg.coupled_floor and not trained:
             remedy = "start from what scripts/couple.py --alpha=floor made, or use adapter=none"
             raise BadInput(f"coupled_floor=True: adapters would leave the floors at 0; {remedy}")
         return begun_from(start.file, config, start.given)

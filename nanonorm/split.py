@@ -4,6 +4,8 @@
 step, over all ranks together.
 """
 
+import torch
+
 from nanonorm.errors import BadInput
 from nanonorm.machine import how_compiled
 
@@ -42,8 +44,10 @@ def other_split(now, before) -> list[str]:
 
 
 def other_masks(now, before, device) -> list[str]:
-    """The same of what draws dropout's masks, on a device: compiled code draws its own."""
-    ours, theirs = how_compiled(now, device), how_compiled(before, device)
+    """The same of what draws dropout's masks, on a device: compiled code draws its own. On what `before` ran
+    is known if it named a device; else it is judged by this one."""
+    there = device if before.device == "auto" else torch.device(before.device)
+    ours, theirs = how_compiled(now, device), how_compiled(before, there)
     if not now.dropout or ours == theirs:
         return []
-    return [f"compile={ours} draws dropout's masks otherwise than compile={theirs} did"]
+    return [f"compile={ours} draws dropout's masks otherwise than compile={theirs}, as the run was set"]

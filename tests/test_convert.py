@@ -514,6 +514,7 @@ def test_where_it_runs_is_said_of_this_network(to, shape, change, knobs, where, 
     [
         ("llama", HEADS, "float32", "the stock class runs, as vLLM 0.32 and MLX did with others."),
         ("llama", {}, "float16", "the stock class runs, as MLX did with others."),
+        ("gpt2", {"n_embd": 128, "n_head": 4}, "float32", "class runs, as vLLM 0.32 did with others."),
         ("qwen2", HEADS, "bfloat16", "the stock class runs."),
     ],
 )

@@ -457,7 +457,7 @@ def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
         assert dots and left <= min(dots) and max(dots) <= right
 
 
-def test_ends_of_a_gate_that_are_nearly_one_share_are_two_settings():
+def test_two_ends_of_a_gate_at_one_length_are_two_settings_however_near():
     runs = [run("rmsnorm", 1, 3.0, max_iters=8000)]
     runs += [run("rmsnorm", 1, 3.1, "internal", max_iters=8000, gate_end=end) for end in (2000, 2001)]
     assert len(gaps.compared(runs, ("max_iters",))) == 3

@@ -129,6 +129,20 @@ def test_the_local_tasks_equal_our_own_figures(reference, corpus, tmp_path):
     assert count > 10 and f"local_text: {count} inputs were longer than the model's context" in said
 
 
+def test_items_are_lines_whatever_their_text_and_what_is_generated_has_no_score(tmp_path):
+    asked = {"gen_args_0": {"arg_0": "a\u2028b\x85c", "arg_1": " d"}}
+    generated = {"gen_args_0": {"arg_0": "e", "arg_1": {"until": ["\n"]}}}
+    items = [
+        {"doc_id": 0, "arguments": asked, "resps": [[["-1.5", "True"]], [["nan", "False"]]]},
+        {"doc_id": 0, "arguments": asked, "resps": [[["-1.5", "True"]], [["-2.0", "False"]]]},
+        {"doc_id": 1, "arguments": {"gen_args_0": {"arg_0": "f"}}, "resps": [["-inf"]]},
+        {"doc_id": 2, "arguments": generated, "resps": [["nan"]]},
+    ]
+    samples = tmp_path / "samples_a.jsonl"
+    samples.write_text("".join(json.dumps(i, ensure_ascii=False) + "\n" for i in items), encoding="utf-8")
+    assert harness.not_finite(samples) == (2, 3)
+
+
 @pytest.mark.slow  # a process that imports lm_eval and transformers
 def test_scores_that_are_not_finite_are_counted(reference, tmp_path):
     """lm_eval takes the first of them for the likeliest, which here is as good as chance."""

@@ -22,7 +22,7 @@ EPS = {torch.float16: 2.0**20}  # in float16 x / 2^30 would be 0
 ENORMOUS = 2.0**60
 LARGEST = 1e-3  # mean(x^2) / eps of a norm that is to do nothing: a half of it is what it shrinks x by
 SAVES = """Nothing: the norms are still computed, and change nothing. It runs where the stock class
-runs{seen}. What is without norms is the network itself: `--to=hf` or `--to=onnx`."""
+runs{seen}.{overflows} What is without norms is the network itself: `--to=hf` or `--to=onnx`."""
 OVERFLOWS = """ In float16 its gains overflow and every logit is NaN: load it in bfloat16 or float32, or
 export it with `--dtype=float16`."""
 HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # widths that vLLM 0.32 has on a CPU
@@ -155,8 +155,8 @@ def write(job: Job) -> dict:
     errors, name = write_class(job, file)
     runs = f"whatever runs a {name}{IDLE if eps > 1 else ''}"
     seen = [engine for engine in SEEN.get(name, ()) if engine == "MLX" or c.head_dim in HEADS]
-    saves = SAVES.format(seen=f", as {' and '.join(seen)} did with others" if seen else "")
-    saves += OVERFLOWS if eps == ENORMOUS else ""
+    others = f", as {' and '.join(seen)} did with others" if seen else ""
+    saves = SAVES.format(seen=others, overflows=OVERFLOWS if eps == ENORMOUS else "")
     saves = CENTRING if c.norm == "cbwc" else saves
     how = HOW.format(dtype=name_of(job.dtype))
     return {"errors": errors, "runs": runs, "how": how, "saves": saves}

@@ -137,14 +137,17 @@ def reason(said: list[str]) -> str:
 
 
 def not_finite(path: Path) -> tuple[int, int]:
-    """Of a samples file of lm_eval: items with a score that is not finite, and all."""
+    """Of a samples file of lm_eval: items with a log-likelihood that is not finite, and all. Text that was
+    generated has none."""
     items, bad = set(), set()
-    for line in path.read_text().splitlines():
-        item = json.loads(line)
-        items.add(item["doc_id"])  # comes once a filter
-        for answer in chain(*item["resps"]):  # (log-likelihood, whether greedy), or one string
-            if (answer[0] if isinstance(answer, list) else answer) in ("nan", "inf", "-inf"):
-                bad.add(item["doc_id"])
+    with path.open(encoding="utf-8") as f:
+        for item in map(json.loads, f):  # texts hold ends of line that only str.splitlines takes for such
+            items.add(item["doc_id"])  # comes once a filter
+            if any(isinstance(asked.get("arg_1"), dict) for asked in item["arguments"].values()):
+                continue  # how to generate
+            for answer in chain(*item["resps"]):  # (log-likelihood, whether greedy), or one string
+                if (answer[0] if isinstance(answer, list) else answer) in ("nan", "inf", "-inf"):
+                    bad.add(item["doc_id"])
     return len(bad), len(items)
 
 
@@ -164,7 +167,10 @@ def evaluate(task: str, examples: int | str, args: str, flags: list[str], out: P
         print(f"lm_eval did not finish {task}: {reason(said)}", file=sys.stderr)
     cut = sum("exceeds model's maximum length" in line for line in said)
     print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
-    for path in sorted(set(folder.rglob("samples_*.jsonl")) - before):
+    samples = sorted(set(folder.rglob("samples_*.jsonl")) - before)
+    if not (status or samples):  # an abbreviated --output_path, say
+        print(f"{task}: no samples in {folder}, so scores that are not finite were not counted", flush=True)
+    for path in samples:
         bad, items = not_finite(path)
         if bad:
             print(
