@@ -33,7 +33,7 @@ from nanonorm.knobs import changed
 from nanonorm.scale import drop_held
 from nanonorm.sink import store_sink, text_calls
 
-IN_TRAINING = dict(site_weight=0.0, site_far=0.0, site_rate=None, site_until="blend", taper_ceiling=None)
+IN_TRAINING = {"site_weight": 0.0, "taper_ceiling": None}  # and what a site loss brings
 AT_ONCE = 1 << 24  # numbers of a large matrix in float64: 128 MiB
 
 

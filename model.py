@@ -99,6 +99,7 @@ class ModelKnobs:
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
     site_far: Annotated[NonNegative, *HOLDS] = 0.0  # weight in it of tokens far from the mean
     site_rate: Annotated[Rate | None, *HOLDS] = None  # of its mean; 1: the last step's, None: ema_rate
+    site_start: Annotated[Whole, *HOLDS] = 0  # steps of its mean before it begins, at least one
     site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # the site loss's last phase
     norm_bias: Annotated[bool, SHIFT] = True  # layernorm and cbwc have a shift
     norm_eps: Positive = 1e-6  # added to the mean square or the variance
@@ -167,8 +168,7 @@ class ModelConfig(ModelKnobs):
             raise ModelError("taper_qk=True needs qk_norm=True and taper=internal or all")
         check_needs(self, ModelError)
         if self.site_weight and self.form != "trained":
-            needs = f"needs norms, which are gone in {self.form} form"
-            raise ModelError(f"site_weight={self.site_weight} {needs}")
+            raise ModelError(f"site_weight above 0 needs norms, which are gone in {self.form} form")
         if self.dyt_alpha is not None and (len(self.dyt_alpha) != 3 or max(self.dyt_alpha) > 1e6):
             raise ModelError("dyt_alpha is three numbers up to 1e6, as in --dyt_alpha='(1,1,1)'")
         if self.calib_skip_first and self.block_size == 1:
@@ -206,9 +206,7 @@ class Identity(nn.Module):
 
 class Norm(nn.Module):
     """x * inverse(x) * weight [+ bias], x = h or, if it `centres`, h - mean(h): a norm that has a statistic.
-
-    `inverse`, `centres`, the gain `weight` and the shift `bias` are all that tapers, anchor and fold ask.
-    """
+    `inverse`, `centres`, the gain `weight` and the shift `bias` are all that tapers, anchor and fold ask."""
 
     centres = False
 
@@ -740,13 +738,16 @@ class Variant(NamedTuple):
     shift: bool = False  # it has one that norm_bias=False takes away
     block: type[Block] = Block
     centred: bool = False  # the layers that write the stream write it with mean 0
+    of: str | None = None  # the norm whose trained weights it can begin from, beside its own
 
 
 NORMS = {
     "rmsnorm": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), tapers=True),
     "layernorm": Variant(lambda c: LayerNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), True, shift=True),
-    "coupled": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), block=CoupledBlock),
-    "cbwc": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), shift=True, centred=True),
+    "coupled": Variant(lambda c: RMSNorm(c.n_embd, c.norm_eps), block=CoupledBlock, of="rmsnorm"),
+    "cbwc": Variant(
+        lambda c: RMSNorm(c.n_embd, c.norm_eps, shift=c.norm_bias), shift=True, centred=True, of="layernorm"
+    ),
     "dyt": Variant(lambda c: DyT(c.n_embd)),
     "derf": Variant(lambda c: Derf(c.n_embd)),
 }
@@ -780,8 +781,7 @@ def initialize(model: "Transformer"):
     c = model.config
     for name, p in model.named_parameters():
         if p.dim() == 2:
-            wide = c.init == "fan_in" and name.startswith("blocks.")
-            std = 1 / math.sqrt(p.shape[1]) if wide else STD
+            std = 1 / math.sqrt(p.shape[1]) if c.init == "fan_in" and name.startswith("blocks.") else STD
             nn.init.normal_(p, std=std / math.sqrt(2 * c.n_layer) if name.endswith(WRITES_STREAM) else std)
         elif name.endswith("bias"):
             nn.init.zeros_(p)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from forms import begun_as, config_of
-from model import ModelConfig, ModelKnobs
+from model import NORMS, ModelConfig, ModelKnobs
 from nanonorm.cli import name_of, set_knob
 from nanonorm.errors import BadInput
 from nanonorm.files import phase_and_gates
@@ -81,6 +81,7 @@ class Config(ModelKnobs):
     gate_schedule: Annotated[Literal["cosine", "linear", "sequential"], GATES, V2] = "cosine"
     # sequential: steps between MLPs' norms, attentions' (q, k), their values
     gate_gaps: Annotated[Wholes | None, GATES, V2] = None
+    gate_order: Annotated[Literal["first", "last"], GATES, Since(4)] = "first"  # sequential: block to begin
     gate_budget: Annotated[Positive | None, GATES, Since(4)] = None  # of KL, or the loss's rise: gates wait
     # a teacher, and adapters
     teacher: Annotated[str | None, AGAIN, V2] = None  # weights: a run, file, Hugging Face folder, hub id
@@ -198,7 +199,7 @@ class Config(ModelKnobs):
         if "block_size" in explicit and self.block_size > base.block_size:
             longest = f"block_size={self.block_size} is longer than the {base.block_size} of {where}"
             raise BadInput(f"{longest}; make it smaller")
-        within_reach = REACHED_FROM.get(base.norm, (base.norm,))
+        within_reach = [name for name, variant in NORMS.items() if base.norm in (name, variant.of)]
         if "norm" in explicit and self.norm not in within_reach:
             ways = " or ".join(within_reach)
             raise BadInput(f"norm={self.norm} cannot start from the {base.norm} of {where}; use {ways}")
@@ -256,5 +257,4 @@ def added_later() -> set[str]:
     return set(facts(Config, Since))
 
 
-REACHED_FROM = {"layernorm": ("layernorm", "cbwc"), "rmsnorm": ("rmsnorm", "coupled")}  # norm -> norms
 LONGEST_UNASKED = 1024  # tokens of context; beyond, a run has to say how many of them it wants

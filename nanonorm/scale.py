@@ -276,8 +276,9 @@ class SiteLoss(Tracker):
     What a norm is replaced by at gate 0 is off by this spread; at gate 1 the network's function does not
     depend on it. It has no unit, so one weight serves every width. Tokens count as they do for c. A mean that
     lags behind a growing stream holds it back, too: `site_rate=1` takes the last step's. The first step has
-    none yet, and no loss. It ends with the phase `site_until`. The total loss does not show it: its gradient
-    enters where h is read, `share` times, which a run sets to 1/(micro-batches a step).
+    none yet, and no loss; nor have those before `site_start`. It ends with the phase `site_until`. The total
+    loss does not show it: its gradient enters where h is read, `share` times, which a run sets to
+    1/(micro-batches a step).
     """
 
     quantities, shown = ("ema_log_s",), ("spread", "loss")
@@ -285,7 +286,7 @@ class SiteLoss(Tracker):
     def __init__(self, norm, cfg):
         """norm: a bare model.Norm; cfg: settings with the site_ and calibration's knobs, and n_layer."""
         super().__init__(cfg.ema_rate if cfg.site_rate is None else cfg.site_rate)
-        self.norm, self.far, self.share = norm, cfg.site_far, 1.0
+        self.norm, self.far, self.share, self.start = norm, cfg.site_far, 1.0, cfg.site_start
         self.phases = PHASES[: PHASES.index(cfg.site_until) + 1]
         held = cfg.n_layer - cfg.taper_from_layer  # blocks; all of them where none tapers
         self.weight = cfg.site_weight / (2 * held)  # a mean over their norms
@@ -309,6 +310,7 @@ class SiteLoss(Tracker):
         d = log_s - torch.where(self.ema_count > 0, self.corrected()[0], known)
         spread = d.square()
         loss = spread + self.far * (d.abs() - FAR).clamp_min(0).square()
+        loss = loss * (self.ema_count >= self.start)
         self.add(known, spread.detach(), loss.detach(), counts=counts)
         loss = self.weight * self.share * loss.where(counts, 0).sum() / n
         return (Alongside.apply(h, loss), *args[1:])

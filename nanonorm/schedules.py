@@ -91,11 +91,12 @@ ORDER = {  # a norm's gate, without its block -> when its turn comes
 def drop_steps(cfg, sites: list[str]) -> list[int]:
     """The step from which each of `sites` (gate_sites) is at gate 0, where they fall one by one.
 
-    First the MLP norms from the first block that tapers to the last, gate_gaps[0] steps apart; so the
-    attention norms for queries and keys, gate_gaps[1] apart, and for values, gate_gaps[2]; the final norm at
-    last. From one kind to the next it is a gap of the earlier kind. An attention norm that is one site (as
-    with calibration=least_squares) has the turn of queries and keys; the final norm waits for the values'
-    turns all the same. The order is that of Baroni et al. 2025's public code.
+    First the MLP norms from the first block that tapers to the last, or with gate_order=last from the last to
+    the first, gate_gaps[0] steps apart; so the attention norms for queries and keys, gate_gaps[1] apart, and
+    for values, gate_gaps[2]; the final norm at last. From one kind to the next it is a gap of the earlier
+    kind. An attention norm that is one site (as with calibration=least_squares) has the turn of queries and
+    keys; the final norm waits for the values' turns all the same. gate_order=first is the order of Baroni et
+    al. 2025's public code.
     """
     gaps = (*cfg.gate_gaps, 0)
     blocks = cfg.n_layer - cfg.taper_from_layer
@@ -103,8 +104,10 @@ def drop_steps(cfg, sites: list[str]) -> list[int]:
     steps = []
     for site in sites:
         block, kind = site.split(".", 2)[1:] if site.startswith("blocks.") else (0, site)
-        turn = ORDER[kind]
-        steps.append(firsts[turn] + gaps[turn] * (int(block) - cfg.taper_from_layer))
+        turn, before = ORDER[kind], int(block) - cfg.taper_from_layer
+        if cfg.gate_order == "last":
+            before = blocks - 1 - before
+        steps.append(firsts[turn] + gaps[turn] * before)
     return steps
 
 
@@ -124,6 +127,8 @@ def settle_gates(cfg):
         raise BadInput(f"gate_schedule=sequential {needs}")
     if one_by_one != (cfg.gate_gaps is not None):
         raise BadInput("gate_schedule=sequential and gate_gaps go together, as in --gate_gaps='(2,2,3)'")
+    if cfg.gate_order != "first" and not one_by_one:
+        raise BadInput(f"gate_order={cfg.gate_order} needs gate_schedule=sequential: all gates go down alike")
     if one_by_one and len(cfg.gate_gaps) != 3:
         three = "MLPs' norms, attentions' for queries and keys, for values"
         how = f"as in --gate_gaps='(2,2,3)', not {cfg.gate_gaps}"
@@ -167,6 +172,10 @@ def check_gates(cfg):
             remedy += unset
         who = "the gate" if tapers(cfg) else "a site loss, which ends as a gate does,"
         raise BadInput(f"{who} needs gate_start < gate_end <= max_iters, not {steps}; {remedy}")
+    ends = {"norm": cfg.gate_start, "blend": cfg.gate_end, "scale": cfg.max_iters}[cfg.site_until]
+    if cfg.site_weight > 0 and cfg.site_start >= ends:
+        said = f"site_start={cfg.site_start} must be below {ends}, where by site_until={cfg.site_until}"
+        raise BadInput(f"{said} the site loss ends")
 
 
 def gate_remarks(cfg) -> list[str]:
@@ -178,6 +187,8 @@ def gate_remarks(cfg) -> list[str]:
     if tapers(cfg) and cfg.gate_end_ratio < 1 and cfg.gate_end != end_by_ratio(cfg):
         who = "gate_gaps set" if one_by_one else "the settings have"
         notes.append(f"{who} gate_end={cfg.gate_end}: gate_end_ratio={cfg.gate_end_ratio} is not read")
+    if cfg.taper == "final" and cfg.site_weight > 0:
+        notes.append("the site loss is of the blocks' norms, none of which tapers with taper=final")
     if tapers(cfg) and cfg.gate_budget is not None and cfg.gate_end == cfg.max_iters:
         notes.append(
             "a gate that waits once will not reach 0 by max_iters, which is gate_end; set that earlier"

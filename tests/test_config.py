@@ -590,6 +590,7 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
     [
         ("--taper=all --gate_start=0", "gate_start=0 leaves no step before it"),
         ("--aux_weight=0.1 --gate_start=0", "gate_start=0 leaves no step before it"),
+        ("--site_weight=1 --gate_end=900 --site_start=900", "must be below 900, where by site_until=blend"),
         ("--taper=final --gate_start=50 --gate_end=50", "gate_end=50, max_iters=10000; start it bef"),
         ("--taper=all --gate_end=10001", "max_iters=10000; end it at 10000 at the latest"),
         ("--taper=all --gate_end_ratio=0.05", "before 500, where gate_end_ratio=0.05 puts its end"),

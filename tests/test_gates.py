@@ -111,6 +111,9 @@ def test_gates_that_go_down_one_by_one():
     steps = schedules.drop_steps(cfg, step.model.gate_sites())
     assert len(steps) == 7 and max(steps) == cfg.gate_end == 3 + 2 * (1 + 2 + 3)
     assert replace(cfg, taper="internal", gate_end=None).resolve().gate_end == 12  # the last one of a block
+    last = schedules.drop_steps(replace(cfg, gate_order="last"), step.model.gate_sites())
+    blocks = len(steps) // 2  # sites of each of two
+    assert last == [*steps[blocks:-1], *steps[:blocks], steps[-1]]
     place = step.model.gate.data_ptr()
     for k in range(40):
         step.gates.set(k)
@@ -123,6 +126,7 @@ def test_gates_that_go_down_one_by_one():
     [
         ({"gate_schedule": "sequential"}, "gate_gaps"),
         ({"gate_gaps": (1, 1, 1)}, "gate_schedule=sequential"),
+        ({"gate_order": "last"}, "needs gate_schedule=sequential"),
         ({**ONE_BY_ONE, "gate_gaps": (1, 1)}, "three numbers"),
         ({**ONE_BY_ONE, "gate_end": 17}, "at step 15; leave it out"),
         ({**ONE_BY_ONE, "max_iters": 14}, "beyond max_iters=14"),

@@ -22,16 +22,16 @@ ANOTHER = {
     "gate_budget": 0.5,
     "anchor_target": "batch", "anchor_unit": "relative", "coupled_grad": True, "coupled_from_layer": 1,
     "taper_from_layer": 1, "coupled_floor": True, "norm_bias": False, "site_far": 1,
-    "site_rate": 0.5, "site_until": "scale", "taper_ceiling": 2,
+    "site_rate": 0.5, "site_until": "scale", "site_start": 2, "taper_ceiling": 2, "gate_order": "last",
     "dyt_alpha": "(1,1,1)", "kl_weight": 0.5, "ce_weight": 0.5, "adapter_rank": 2, "adapter_alpha": 3,
     "adapter_targets": "qkv", "min_lr": 1e-4, "lr_decay_iters": 40,
 }  # fmt: skip
 SHORT = {"max_iters": 12, "eval_interval": 12, "ckpt_interval": 12, "gate_start": 3, "gate_end": 8}
 PLAIN = {**SHORT, "taper": "none", "aux_weight": 0}
 REFUSED_UNREAD = {
-    "calib_skip_first", "sink_multiple", "calibration", "gate_gaps", "anchor_target", "anchor_unit",
-    "coupled_grad", "coupled_from_layer", "coupled_floor", "taper_from_layer", "norm_bias",
-    "dyt_alpha", "site_far", "site_rate", "site_until", "taper_ceiling",
+    "calib_skip_first", "sink_multiple", "calibration", "gate_gaps", "gate_order", "anchor_target",
+    "anchor_unit", "coupled_grad", "coupled_from_layer", "coupled_floor", "taper_from_layer", "norm_bias",
+    "dyt_alpha", "site_far", "site_rate", "site_until", "site_start", "taper_ceiling",
 }  # fmt: skip
 RUNS = {
     "the baseline": PLAIN,

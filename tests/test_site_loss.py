@@ -76,6 +76,22 @@ def test_the_gradient_is_that_of_the_formula(variant, phase, checkpoint):
         x, y = batch(seed=1)
 
 
+def test_it_may_begin_later_with_a_mean_of_all_steps():
+    plain, late = (
+        tiny("rmsnorm-internal", phase="norm", **more) for more in ({}, {**KNOBS, "site_start": 2})
+    )
+    for step in range(4):
+        x, y = batch(seed=step)
+        means = {name: site.corrected()[0] for name, site in site_losses(late).items() if step >= 2}
+        wanted, total = by_the_formula(plain, x, y, means)
+        late.zero_grad()
+        late(x, y).total.backward()
+        assert (gradients(late) - wanted).norm() < EXACT * wanted.norm()
+        late.update_statistics()
+        assert (total > 0) == (step >= 2)
+        assert site_metrics(late)["train/site"] == pytest.approx(total, rel=1e-6)
+
+
 def test_its_mean_may_follow_at_a_rate_of_its_own():
     """site_rate=1: what the last step had, where the running mean lags; c and the anchor keep ema_rate."""
     lagging, following = (tiny("rmsnorm-internal", phase="norm", **KNOBS, site_rate=r) for r in (None, 1.0))

@@ -40,6 +40,8 @@ from scripts.exports.stock import EPS
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
+# what lm_eval says of an input, the second of a batch of those from which text is generated
+CUT = ("exceeds model's maximum length", "Left truncation applied")
 LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag names
 # flags of lm_eval that this reads, too
 READ_HERE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -151,23 +153,24 @@ def not_finite(path: Path) -> tuple[int, int]:
     return len(bad), len(items)
 
 
-def evaluate(task: str, examples: int | str, args: str, flags: list[str], out: Path, log: Path) -> bool:
+def evaluate(task: str, shots: list[str], args: str, flags: list[str], out: Path, log: Path) -> bool:
     """Run lm_eval, which writes into `out`, and say how many inputs it has cut and how many items have no
-    finite score; whether it came to its end."""
-    print(f"== {task}, {examples} examples before the question", flush=True)
+    finite score; whether it came to its end. shots: the flag and how many, or nothing: the task's own."""
+    examples = shots[-1] if shots else "as many as it asks for"
+    print(f"== {task}, examples before the question: {examples}", flush=True)
     command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", args]
-    command += ["--tasks", task, "--num_fewshot", str(examples)]
-    command += ["--output_path", str(out), "--log_samples", *flags]
-    folder = out.parent if out.suffix == ".json" else out
-    before = set(folder.rglob("samples_*.jsonl"))
+    command += ["--tasks", task, *shots, "--output_path", str(out), "--log_samples", *flags]
+    folder, written = (out.parent, "") if out.suffix == ".json" else (out, "**/")
+    written += "samples_*.jsonl"
+    before = set(folder.glob(written))
     with log.open("w") as f:
         status = subprocess.run(command, stderr=f).returncode
     said = log.read_text(errors="replace").splitlines() or [f"status {status}"]
     if status:
         print(f"lm_eval did not finish {task}: {reason(said)}", file=sys.stderr)
-    cut = sum("exceeds model's maximum length" in line for line in said)
+    cut = sum(any(words in line for words in CUT) for line in said)
     print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
-    samples = sorted(set(folder.rglob("samples_*.jsonl")) - before)
+    samples = sorted(set(folder.glob(written)) - before)
     if not (status or samples):  # an abbreviated --output_path, say
         print(f"{task}: no samples in {folder}, so scores that are not finite were not counted", flush=True)
     for path in samples:
@@ -205,9 +208,11 @@ def main() -> int:
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks
+        examples = None if named.tasks and not k.local else examples
         examples = examples if named.num_fewshot is None else named.num_fewshot
+        shots = [] if examples is None else ["--num_fewshot", str(examples)]
         out = Path(named.output_path or work / "out")
-        finished = [evaluate(task, examples, args, flags, out, work / "log") for task in tasks]
+        finished = [evaluate(task, shots, args, flags, out, work / "log") for task in tasks]
     return 0 if all(finished) else 2
 
 
