@@ -19,7 +19,7 @@ from data.gguf import bytewise, tokenizer_files
 from data.tokenizer import load_tokenizer
 from forms import fold, from_file
 from nanonorm.errors import BadInput, ModelError
-from nanonorm.gguf import header
+from nanonorm.gguf import Stored, fill, header
 from nanonorm.hub import read_pretrained
 from nanonorm.run import open_model
 from sample import tokenizer_of
@@ -167,6 +167,25 @@ def test_many_rows_are_read_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("nanonorm.gguf.PIECE", 200)
     pieces = read_pretrained(path, torch.float64)["state"]
     assert all(torch.equal(whole[name].double(), t) for name, t in pieces.items())
+
+
+def test_whatever_the_package_dequantizes_is_read_as_by_it(tmp_path, monkeypatch):
+    """K- and i-quants among them: random bytes, a few rows at a time."""
+    path, rng, read = tmp_path / "t", np.random.default_rng(0), set()
+    for kind, (block, width) in gguf.GGML_QUANT_SIZES.items():
+        raw = rng.integers(0, 256, (5, 3 * width), np.uint8)
+        try:
+            with np.errstate(all="ignore"):
+                wanted = torch.from_numpy(gguf.dequantize(raw, kind)).float()
+        except (ValueError, NotImplementedError):
+            continue
+        path.write_bytes(raw.tobytes())
+        monkeypatch.setattr("nanonorm.gguf.PIECE", 7 * width)
+        rows = torch.empty(5, 3 * block)
+        fill(rows, Stored((5, 3 * block), kind.value, 0), path)
+        torch.testing.assert_close(rows, wanted, rtol=0, atol=0, equal_nan=True)
+        read.add(kind.name)
+    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q8_0", "IQ4_XS", "TQ1_0"} <= read
 
 
 # --- what is refused

@@ -186,7 +186,7 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
     (command,) = re.findall(r"train\.py (--dataset=fineweb_edu .*?) ```", said)
     flags = [word for word in command.split() if word not in ("\\", "--dataset=fineweb_edu")]
     asked = ("--ranks=8", "--vocab_size=50257", "--dataset=no/corpus")
-    assert f"counts {planned(capsys, monkeypatch, *flags, *asked)['bytes'] / 1e9:.1f} GB of each" in said
+    assert f"counts {planned(capsys, monkeypatch, *flags, *asked)['bytes'] / 1e9:.1f} GB a card" in said
 
 
 def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):

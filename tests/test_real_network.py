@@ -7,14 +7,16 @@ a package brings (conftest.py says where else it is looked for):
 
 import re
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from running import refused, train
 
+from begin import begun_from
 from data.tokenizer import load_tokenizer
-from forms import FOLD_TOLERANCE, from_file, proved
+from forms import FOLD_TOLERANCE, config_of, from_file, proved
 from nanonorm.files import write_file
 from nanonorm.run import open_model
 from scripts.couple import coupled
@@ -105,6 +107,26 @@ def test_every_export_that_can_hold_it(smollm2, half_coupled, folder, tmp_path, 
     how = ("--prompt=Once upon a time", "--max_new_tokens=24")
     text = said_by(half_coupled, capsys, *how)
     assert text == "Once upon a time" + said_by_transformers(out, "Once upon a time", 24)
+
+
+def test_behind_its_sink_and_with_fewer_norms_it_passes_the_proof(smollm2, tmp_path):
+    """As the networks of results/norm_free are exported: the begin token in front of every text a constant,
+    the norms of the last blocks fixed scalings, here of one text and without training."""
+    file, source = open_model(smollm2)
+    taper = {"taper": "internal", "taper_from_layer": 26, "sink_token": 1}
+    model = begun_from(file, replace(config_of(file, source), **taper), source).train()
+    ids = torch.tensor(load_tokenizer(smollm2).encode(TEXT)[:128])[None]
+    model(ids, ids)
+    model.update_statistics()
+    model.calibrate()
+    model.set_phase("scale")
+    model.gate.zero_()
+    write_file(model.to_file(model.meta), tmp_path / "model.pt")
+    for name, content in load_tokenizer(smollm2).files.items():
+        (tmp_path / name).write_bytes(content)
+    out = convert(tmp_path / "model.pt", "hf", tmp_path / "hf")
+    print(facts(out)["errors"])
+    assert facts(out)["network"]["sink_token"] == 1 and facts(out)["errors"]["float64"] < 1e-9
 
 
 def source_texts(n: int) -> list[str]:
