@@ -250,7 +250,9 @@ def prepare_if_missing(folder: Path, tokenizer: str | None = None):
         own = "if a config names it, its first lines say how it is made"
         raise BadInput(f"no corpus {folder.name}: {folder} has no meta.json; {ways}; {own}")
     try:
-        failed = subprocess.run([sys.executable, folder / "prepare.py", *flags]).returncode
+        paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # train.py runs without the install, too
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        failed = subprocess.run([sys.executable, folder / "prepare.py", *flags], env=env).returncode
     except KeyboardInterrupt:
         say(f"stopped before {folder} was prepared; the same command begins anew")
         raise

@@ -21,16 +21,13 @@ A local text (documents that a line <|endoftext|> follows) is one stream, not cu
 
 import io
 import itertools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from data import (
+from data import (  # not found? pip install -e .
     HeldOut,
     described,
     dtype_of,

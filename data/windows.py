@@ -21,9 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from data import (
+from data import (  # not found? pip install -e .
     Manifest,
     corpus_folder,
     described,

@@ -122,10 +122,7 @@ def test_a_small_stream_calibrates_and_none_does_not(mean_abs):
 
 NEW_FILES = {
     "data/seasons/prepare.py": """
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import prepare
 from nanonorm.files import hold_folder

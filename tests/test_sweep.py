@@ -393,7 +393,7 @@ def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch,
     assert run_sweep(tmp_path / "openwebtext.py", *TINY, out) == 2
     assert "which takes 54 GB" in capsys.readouterr().err
     asked, failed = [], argparse.Namespace(returncode=1)
-    monkeypatch.setattr(data.subprocess, "run", lambda argv: asked.append(argv) or failed)
+    monkeypatch.setattr(data.subprocess, "run", lambda argv, env: asked.append(argv) or failed)
     assert run_sweep(tmp_path / "stdlib.py", "--max_iters=40", out) == 2
     assert asked[0][1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
     with pytest.raises(SystemExit):  # for no weights, in tokens of its own

@@ -10,13 +10,10 @@ line that holds only <|endoftext|> follows every document. train.py never runs t
 """
 
 import itertools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-from data import prepare
+from data import prepare  # not found? pip install -e .
 from data.hub import HubSet
 from data.local import check_splits, local_splits
 from data.tokenizer import Tokenizer, TokenizerJson, open_tokenizer, render

@@ -13,13 +13,10 @@ training draws random windows: a departure from that recipe, which cuts the stre
 and visits them in random order. data/held_out.py cuts the validation split as the recipe does.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-from data import prepare
+from data import prepare  # not found? pip install -e .
 from data.hub import HubSet
 from data.local import check_splits, local_splits
 from data.tokenizer import open_tokenizer

@@ -9,15 +9,12 @@ CPython 3.11: 607 files, 10.7 MB; other versions differ a little, and meta.json 
 
 import os
 import platform
-import sys
 import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-from data import chosen_tokenizer, prepare
+from data import chosen_tokenizer, prepare  # not found? pip install -e .
 from data.tokenizer import check_vocab_size
 from nanonorm.cli import parse_flags
 from nanonorm.errors import BadInput, one_line_errors

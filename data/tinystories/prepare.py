@@ -8,13 +8,10 @@ story is followed by a line that holds only <|endoftext|>.
 """
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-from data import chosen_tokenizer, prepare
+from data import chosen_tokenizer, prepare  # not found? pip install -e .
 from data.hub import HubSet
 from data.local import check_splits, local_splits
 from data.tokenizer import check_vocab_size
