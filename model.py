@@ -99,7 +99,7 @@ class ModelKnobs:
     site_weight: Annotated[NonNegative, SITES, FREE, Since(4)] = 0.0  # of the site loss, the spread of log r
     site_far: Annotated[NonNegative, *HOLDS] = 0.0  # weight in it of tokens far from the mean
     site_rate: Annotated[Rate | None, *HOLDS] = None  # of its mean; 1: the last step's, None: ema_rate
-    site_start: Annotated[Whole, *HOLDS] = 0  # steps of its mean before it begins, at least one
+    site_start: Annotated[Whole, *HOLDS] = 0  # the site loss begins after so many steps, 0 as 1
     site_until: Annotated[Literal["norm", "blend", "scale"], *HOLDS] = "blend"  # the site loss's last phase
     norm_bias: Annotated[bool, SHIFT] = True  # layernorm and cbwc have a shift
     norm_eps: Positive = 1e-6  # added to the mean square or the variance

@@ -567,6 +567,8 @@ def test_resolve_fills_in_what_defaults_to_another_knob():
         more = ["--gate_end_ratio=0.75", "--max_iters=2000", "--taper=all", *alike]
         assert set_by(*more).resolve().remarks() == []
     assert set_by("--gate_end_ratio=0", "--taper=none").resolve().gate_end == 1
+    (note,) = set_by("--taper=final", "--site_weight=1").resolve().remarks()
+    assert note.endswith("none of which tapers with taper=final")
     one_by_one = ["--taper=all", "--gate_schedule=sequential", "--gate_gaps=99,9,9"]
     by_gaps = set_by("--gate_end_ratio=0.1", *one_by_one)
     assert by_gaps.resolve().gate_end > 1000 and "gate_gaps set gate_end" in by_gaps.remarks()[-1]
@@ -591,6 +593,8 @@ def test_the_defaults_resolve_for_any_length_of_run(max_iters, taper, aux):
         ("--taper=all --gate_start=0", "gate_start=0 leaves no step before it"),
         ("--aux_weight=0.1 --gate_start=0", "gate_start=0 leaves no step before it"),
         ("--site_weight=1 --gate_end=900 --site_start=900", "must be below 900, where by site_until=blend"),
+        ("--site_weight=1 --gate_start=9 --site_start=9 --site_until=norm", "must be below 9, where by"),
+        ("--site_weight=1 --site_start=10000 --site_until=scale", "must be below 10000, where by"),
         ("--taper=final --gate_start=50 --gate_end=50", "gate_end=50, max_iters=10000; start it bef"),
         ("--taper=all --gate_end=10001", "max_iters=10000; end it at 10000 at the latest"),
         ("--taper=all --gate_end_ratio=0.05", "before 500, where gate_end_ratio=0.05 puts its end"),
@@ -680,6 +684,9 @@ def test_a_resumed_run_says_that_its_masks_are_others():
     ):
         run = {"dropout": dropout}
         assert len(other_masks(resumed(run, **asked), Config(**run).resolve(), device)) == notes
+    for device, began in ((gpu, "cpu"), (cpu, "cuda:1")):  # where it began is known if it was named
+        run = {"dropout": 0.1, "device": began}
+        assert len(other_masks(resumed(run, device="auto"), Config(**run).resolve(), device)) == 1
 
 
 def test_knobs_that_the_run_does_not_read_bind_nothing():

@@ -68,6 +68,7 @@ def test_runs_that_cannot_be_compared_are_one_line():
         (1, {"log_interval": 10}, "log_interval=10"),
         (1, {"gate_budget": 0.1}, "steps of their own"),
         (1, {"gate_schedule": "cosine", "gate_gaps": None}, "has gate_schedule=cosine"),
+        (1, {"gate_order": "last"}, "has gate_order=last"),
     ):
         other = run("fakeln", seed)
         other.settings |= settings

@@ -1,5 +1,7 @@
 """taper_from_layer: the blocks below it keep their norms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import batch, norm_names, scale_of_difference, tiny
@@ -44,7 +46,9 @@ def test_one_by_one_begins_with_the_first_block_that_tapers():
     blocks = step.model.blocks
     assert [isinstance(block, FakeLNBlock) for block in blocks] == [False, False, True, True]
     _, as_two = small_run(**ONE_BY_ONE, max_iters=16)
-    assert drop_steps(cfg, step.model.gate_sites()) == drop_steps(as_two.cfg, as_two.model.gate_sites())
+    for order in ("first", "last"):
+        some, two = (replace(c, gate_order=order) for c in (cfg, as_two.cfg))
+        assert drop_steps(some, step.model.gate_sites()) == drop_steps(two, as_two.model.gate_sites())
     losses = whole_run(step, cfg)
     assert step.model.phase == "scale" and all(map(torch.isfinite, map(torch.tensor, losses)))
 

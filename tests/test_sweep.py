@@ -393,12 +393,14 @@ def test_a_corpus_is_prepared_as_train_py_would(stand_in, tmp_path, monkeypatch,
     assert run_sweep(tmp_path / "openwebtext.py", *TINY, out) == 2
     assert "which takes 54 GB" in capsys.readouterr().err
     asked, failed = [], argparse.Namespace(returncode=1)
-    monkeypatch.setattr(data.subprocess, "run", lambda argv, env: asked.append(argv) or failed)
+    monkeypatch.setattr(data.subprocess, "run", lambda argv, env: asked.append((*argv, env)) or failed)
     assert run_sweep(tmp_path / "stdlib.py", "--max_iters=40", out) == 2
-    assert asked[0][1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
+    *argv, env = asked[0]
+    assert argv[1:] == [stand_in.parent / "data/stdlib/prepare.py", f"--tokenizer={tmp_path / 'm.pt'}"]
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(data.ROOT)  # whatever is installed
     with pytest.raises(SystemExit):  # for no weights, in tokens of its own
         data.prepare_if_missing(stand_in.parent / "data/stdlib")
-    assert asked[1][1:] == [stand_in.parent / "data/stdlib/prepare.py"]
+    assert asked[1][1:-1] == (stand_in.parent / "data/stdlib/prepare.py",)
     assert sweep.weights.cache_info().currsize == 0  # they are not kept in memory
 
 

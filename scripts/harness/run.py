@@ -4,6 +4,7 @@
     python scripts/harness/run.py out/taper_30m --local               # what needs no hub: harness/tasks
     python scripts/harness/run.py DIR --local --text=book.txt         # bits a byte of a text of yours
     python scripts/harness/run.py DIR --local --choices=FILE --tasks local_choice  # see continuations.py
+    python scripts/harness/run.py DIR --tasks mmlu --num_fewshot 5    # named tasks alone; 0, unless they say
     python scripts/harness/run.py DIR --limit 100 --device cuda       # any other flag is lm_eval's
 
 A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
@@ -40,12 +41,12 @@ from scripts.exports.stock import EPS
 
 TASKS = Path(__file__).with_name("tasks")
 ON_THE_HUB = ("hellaswag", "mmlu", "gpqa_diamond_n_shot")
-# what lm_eval says of an input, the second of a batch of those from which text is generated
+# what lm_eval says of an input that it cuts, and of a batch of inputs from which it generates text
 CUT = ("exceeds model's maximum length", "Left truncation applied")
 LOCAL = {"choices": "local_choice", "text": "local_text"}  # whose data a flag names
-# flags of lm_eval that this reads, too
-READ_HERE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-READ_HERE.add_argument("--tasks", "-t", nargs="+")
+# flags of lm_eval that this reads, too, abbreviated as there
+READ_HERE = argparse.ArgumentParser(add_help=False)
+READ_HERE.add_argument("--tasks", "-t", nargs="+", action="extend")
 READ_HERE.add_argument("--num_fewshot", "-f")
 READ_HERE.add_argument("--output_path", "-o")
 
@@ -168,10 +169,12 @@ def evaluate(task: str, shots: list[str], args: str, flags: list[str], out: Path
     said = log.read_text(errors="replace").splitlines() or [f"status {status}"]
     if status:
         print(f"lm_eval did not finish {task}: {reason(said)}", file=sys.stderr)
-    cut = sum(any(words in line for words in CUT) for line in said)
+    cut, batches = (sum(words in line for line in said) for words in CUT)
     print(f"{task}: {cut} inputs were longer than the model's context and lost their beginning", flush=True)
+    if batches:
+        print(f"{task}: so did inputs in {batches} batches from which text was generated", flush=True)
     samples = sorted(set(folder.glob(written)) - before)
-    if not (status or samples):  # an abbreviated --output_path, say
+    if not (status or samples):
         print(f"{task}: no samples in {folder}, so scores that are not finite were not counted", flush=True)
     for path in samples:
         bad, items = not_finite(path)
@@ -208,8 +211,7 @@ def main() -> int:
             flags = ["--batch_size", batch_size(work / "model"), *flags]
             flags = ["--include_path", str(work), "--device", "cpu", *flags]
         tasks = (",".join(named.tasks),) if named.tasks else tasks
-        examples = None if named.tasks and not k.local else examples
-        examples = examples if named.num_fewshot is None else named.num_fewshot
+        examples = named.num_fewshot or (None if named.tasks else examples)
         shots = [] if examples is None else ["--num_fewshot", str(examples)]
         out = Path(named.output_path or work / "out")
         finished = [evaluate(task, shots, args, flags, out, work / "log") for task in tasks]

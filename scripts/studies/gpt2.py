@@ -58,6 +58,8 @@ def refuse_what_cannot_be_compared(runs: Runs):
             if name == "fakeln" and run.settings["gate_schedule"] != "sequential":
                 schedule = run.settings["gate_schedule"]
                 raise BadInput(f"{run.folder} has gate_schedule={schedule}; in fakeln/ it must be sequential")
+            if name == "fakeln" and run.settings.get("gate_order", "first") != "first":
+                raise BadInput(f"{run.folder} has gate_order=last; in fakeln/ the first block begins")
 
 
 # ---------------------------------------------------------------------------------------------------------
