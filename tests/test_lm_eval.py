@@ -135,6 +135,7 @@ def test_tasks_that_are_named_have_their_own_number_of_examples(flags, shots, tm
     monkeypatch.setattr(harness, "refuse", lambda k: None)
     monkeypatch.setattr(harness, "put_model", lambda path, folder: a_folder(folder))
     monkeypatch.setattr(harness.subprocess, "run", stand_in)
+    monkeypatch.setattr(harness.os, "environ", {**os.environ})  # it is told where the hub is
     monkeypatch.setattr(sys, "argv", ["run.py", "DIR", *flags])
     assert harness.main() == 0
     given = [c[c.index("--num_fewshot") + 1 :][:1] if "--num_fewshot" in c else [] for c in asked]
