@@ -148,7 +148,7 @@ def settle_gates(cfg):
 
 def check_gates(cfg):
     """Refuse a taper without steps to calibrate on or to go down in, an anchor whose scale is never frozen,
-    and a site loss that would end where a taper's could not. Raises: BadInput."""
+    and a site loss that would end where a taper's could not, or before it begins. Raises: BadInput."""
     unset = "; gate_start is warmup_iters, unless it is set" if cfg.warmup_iters == cfg.gate_start else ""
     if reads_start(cfg) and cfg.gate_start < 1:
         remedy = "set gate_start (or warmup_iters) to 1 or more"

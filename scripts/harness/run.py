@@ -4,7 +4,7 @@
     python scripts/harness/run.py out/taper_30m --local               # what needs no hub: harness/tasks
     python scripts/harness/run.py DIR --local --text=book.txt         # bits a byte of a text of yours
     python scripts/harness/run.py DIR --local --choices=FILE --tasks local_choice  # see continuations.py
-    python scripts/harness/run.py DIR --tasks mmlu --num_fewshot 5    # named tasks alone; 0, unless they say
+    python scripts/harness/run.py DIR --tasks mmlu --num_fewshot 5    # without it their own, often 0
     python scripts/harness/run.py DIR --limit 100 --device cuda       # any other flag is lm_eval's
 
 A run folder or a model file is first exported with convert.py --to=hf, into a folder that is removed again.
