@@ -74,8 +74,13 @@ def drawn(monkeypatch, *argv) -> list:
     panels = []
     k, _, words = parse(gaps.Knobs, [*map(str, argv)])
     monkeypatch.setattr(gaps.Figures, "save", lambda self, fig, name, ax: panels.extend(fig.axes))
-    gaps.main(k, words, "")
+    gaps.main(k, words, shlex.join(["python", "scripts/report.py", "gaps", *map(str, argv)]))
     return panels
+
+
+def redraw_of(page: str) -> list[str]:
+    """What the command at the foot of a table names."""
+    return shlex.split(re.findall(r"^    python scripts/report.py gaps (.*)", page, re.M)[-1])
 
 
 def assert_drawn_alike(panels, again):
@@ -260,8 +265,10 @@ def test_a_failed_run_is_written_at_the_edge_and_in_no_mean(monkeypatch, tmp_pat
 
 def test_gaps_csv_is_drawn_again_without_its_runs(monkeypatch, tmp_path):
     flags, csv_file = ("--by=mlp", "--against=learning_rate"), tmp_path / "gaps.csv"
-    panels, _ = report(monkeypatch, tmp_path, grid("swiglu"), *flags)
-    assert_drawn_alike(panels, drawn(monkeypatch, csv_file, *flags, f"--out={tmp_path}"))
+    of_runs = ("--logs=4", "--seeds=1,2,3")
+    panels, said = report(monkeypatch, tmp_path, grid("swiglu"), *flags, *of_runs)
+    assert_drawn_alike(panels, drawn(monkeypatch, *redraw_of(said)))
+    assert redraw_of(said) == [str(csv_file), *flags, f"--out={tmp_path}"]
     refused = {"--by=nonsense": "cannot read .*nonsense", "--to=dyt": "no pair",
                "--against=gate_end": "cannot read .*gate_end", csv_file: r"one gaps\.csv at a time",
                "--seeds=1": "--seeds is for runs", "--logs=9": "--logs is for runs"}  # fmt: skip
@@ -448,8 +455,7 @@ TABLES = sorted(path for path in (ROOT / "results").rglob("gaps.md") if (path.pa
 )
 def test_a_figure_of_results_is_drawn_again(page, monkeypatch, tmp_path):
     """By the command at the foot of its table, with dots, all in view."""
-    command = re.findall(r"^    python scripts/report.py gaps (.*)", page.read_text(), re.M)[-1]
-    path, *flags = shlex.split(command)
+    path, *flags = redraw_of(page.read_text())
     assert flags.pop() == f"--out={page.parent.relative_to(ROOT)}"
     for ax in drawn(monkeypatch, ROOT / path, *flags, f"--out={tmp_path}"):
         dots = [x for line in ax.lines if line.get_marker() == "." for x in line.get_xdata()]

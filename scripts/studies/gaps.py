@@ -17,6 +17,7 @@ import csv
 import json
 import math
 import re
+import shlex
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -405,6 +406,10 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     text += resumed(finished)
     text.append("![gaps](gaps.png)")
     text.append(DRAWN.format(far=k.far))
+    kept = [word for word in shlex.split(command) if word.startswith("--")]
+    flags = [word for word in kept if not word.startswith(("--seeds=", "--logs="))]  # those are of runs
+    redraw = ["python", "scripts/report.py", "gaps", str(Path(k.out, "gaps.csv")), *flags]
+    text += ["    " + shlex.join(redraw), "draws the figure again."]
     of_all = [*filter(None, (k.against, k.tuned, "origin" if files else None)), *k.by]
     head, table = ["what", "seed", "loss", "scale", "folder", "gap", *of_all], []
     for cell in found:
