@@ -26,6 +26,7 @@ from nanonorm.knobs import off
 from nanonorm.machine import autocast, versions
 from nanonorm.rotary import ROTARY_ANGLES
 from nanonorm.run import Beginning, given_weights, refuse_to_write_over
+from nanonorm.scale import refuse_loose_tensors
 
 
 def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype, hollow: bool = False):
@@ -94,7 +95,8 @@ def corpus_of(start: Beginning) -> Path:
 
 def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) -> Transformer:
     """New weights, the same on every rank, or the file's. Raises: BadInput if its corpus is another, or lacks
-    what the run needs, and for floors that nothing would train."""
+    what the run needs, and for floors that nothing would train; ModelError for a tensor that no file would
+    hold."""
     cfg = start.settings
     needs_end = {"mask_end": cfg.mask_end, "anchor_target": cfg.anchor_target == "batch"}
     for knob in (knob for knob, needs in needs_end.items() if needs and corpus.get("end_token_id") is None):
@@ -105,7 +107,9 @@ def make_model(start: Beginning, corpus: dict, data_folder: Path, hollow: bool) 
     torch.manual_seed(cfg.seed)
     if start.file is None:
         with torch.device("meta") if hollow else nullcontext():
-            return Transformer(config)
+            model = Transformer(config)
+        refuse_loose_tensors(model)
+        return model
     if start.given is not None:
         refuse_other_tokens(corpus, data_folder, start.file["meta"].get("corpus", {}), start.given)
         had = config_of(start.file, start.given)

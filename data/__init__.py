@@ -33,6 +33,7 @@ from data.tokenizer import (
     home_of,
     load_tokenizer,
     open_tokenizer,
+    refuse_surrogates,
     train_tokenizer,
 )
 from nanonorm.errors import BadInput
@@ -71,6 +72,7 @@ def sample(parts: Stream, limit: int = SAMPLE_BYTES) -> tuple[list[str], int]:
     # long as it is small beside `limit`: what a large one leaves free goes to later ones.
     rng, kept, size, total = random.Random(0), [], 0, 0
     for index, (text, _) in enumerate(parts):
+        refuse_surrogates(text)
         n_bytes = len(text.encode())
         total += n_bytes
         size += n_bytes

@@ -124,6 +124,15 @@ def observe_step(trackers: list[Tracker], all_reduce=None):
         t.follow()
 
 
+def refuse_loose_tensors(model: nn.Module):
+    """Raises: ModelError for a tensor that is neither parameter nor buffer: no file would hold its values."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name not in ("gate", "gate_values", "rope"):
+                remedy = "register it as a persistent buffer, or make it in forward"
+                raise ModelError(f"no file holds {path}.{name}, which is a plain tensor: {remedy}")
+
+
 class Tracked:
     """What a model.Transformer does with its trackers."""
 
@@ -140,7 +149,8 @@ class Tracked:
 
     def fill_buffers(self):
         """Take the buffers that no file holds from the meta device to the CPU, as 0. Raises: ModelError for
-        one that is not of this project: its values would be lost."""
+        a tensor that is not of this project: its values would be lost."""
+        refuse_loose_tensors(self)
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta and name not in ("gate", "sums", "last", "target"):

@@ -114,9 +114,12 @@ def load(name: str) -> dict:
     if not path.exists():
         raise BadInput(f"no study {name}; there are {', '.join(names_of_studies())}")
     try:
-        return tomllib.loads(path.read_text())
+        study = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as e:
         raise BadInput(f"{path}: {e}") from None
+    if lacking := [key for key in ("question", "about", "steps") if key not in study]:
+        raise BadInput(f"{path} lacks {', '.join(lacking)}; --help says what a study has")
+    return study
 
 
 def names_of_studies() -> list[str]:
@@ -130,7 +133,7 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
     inputs, found = study.get("inputs", {}), dict(fixed)
     for name in given:
         if name not in values | inputs:
-            raise BadInput(f"--{name} is not of this study, which has {', '.join([*inputs, *values])}")
+            raise BadInput(f"--{name} is not of this study, which has {', '.join(inputs | values)}")
     always = {*fixed, "text", *(f.name for f in fields(k))}  # {text} is there with --try
     if taken := [name for name in [*inputs, *values] if name in always]:
         raise BadInput(f"the study has a name {taken[0]} of its own, which is always there; rename it")
@@ -148,6 +151,8 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
             text = os.path.abspath(given[name]) if path else given.get(name, value)
             found[name] = Filled(text, found, path)
             continue
+        if not isinstance(value, list | dict):
+            raise BadInput(f"{name} = {value} is no text, list or table; put it in quotes")
         rows = value if isinstance(value, dict) else {key: {} for key in value}
         chosen = [key for key in given[name].split(",") if key] if name in given else rows
         if unknown := [key for key in chosen if key not in rows and rows is value]:
@@ -178,7 +183,10 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
     for number, step in enumerate(map(dict, [TOY_CORPUS, *study["steps"]])):
         if step.pop("when", None) == ("real" if k.rehearse else "try"):
             continue
-        (kind,) = [kind for kind in KINDS if kind in step]
+        kinds = [kind for kind in KINDS if kind in step]
+        if len(kinds) != 1:
+            raise BadInput(f"a step has one of {', '.join(KINDS)}, not {', '.join(step)} alone")
+        (kind,) = kinds
         if unknown := step.keys() - {kind, "for", *(f.name for f in fields(Step))}:
             raise BadInput(f"a step has {min(unknown)}, which steps do not have: {step[kind][:60]}")
         template = step.pop(kind)
@@ -416,9 +424,11 @@ def main() -> int:
         os.chdir(ROOT)
         Path(fixed["out"]).mkdir(parents=True, exist_ok=True)
         try:  # the record is beside it, and what steps make is in it, whatever --out says
-            stack.enter_context(hold_folder(Path(fixed["runs"], names[0])))
+            stack.enter_context(hold_folder(Path(fixed["runs"], f"{names[0]}.study")))
         except BadInput as e:
             raise BadInput(str(e).replace(", or name another --out_dir", "")) from None
+        if k.rehearse and not k.work:
+            stack.callback(say, "what this rehearsal made is deleted; --work=DIR keeps it, to go on in")
         exit_on_signals()
         return Study(steps, k, Path(fixed["runs"], f"{names[0]}.study.json")).work()
 

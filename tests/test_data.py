@@ -90,6 +90,11 @@ def test_writing_holds_no_more_than_a_batch(tokenizer):
     assert data.write_tokens(tokenizer, stream(), file)["documents"] == 60 and file.tell() > 0
 
 
+def test_text_without_utf8_is_refused_before_a_tokenizer_is_trained():
+    with pytest.raises(BadInput, match="not valid Unicode at character 1"):
+        data.sample(iter([("a\ud800", True)]))
+
+
 def test_sample_is_bounded_spread_out_and_the_same_each_time():
     def stream():
         return ((f"{i:06d}" + "x" * 9_994, True) for i in range(2000))  # 20 MB

@@ -11,12 +11,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import ROOT, batch, randomize, refuses, scale_of_difference, tiny_config
-from running import flags, said_by, train
+from running import flags, refused, said_by, train
 
-from forms import fold
+from forms import fold, from_file
 from model import MLPS, NORMS, Norm, Transformer, Variant
 from nanonorm.errors import ModelError
 from nanonorm.kernels import upcast
+from scripts.exports.stock import plain
 
 IMPORTS = "from model import NORMS, Norm, Variant\nfrom nanonorm.kernels import upcast\n\n\n"
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -69,6 +70,9 @@ def test_a_norm_of_ones_own_trains_tapers_folds_exports_and_is_timed(mean_abs, c
     assert capfd.readouterr().out.startswith("def")
     train(run, "--to=stock", f"--out={tmp_path / 'stock'}", program="scripts/convert.py")
     assert json.loads((tmp_path / "stock/config.json").read_text())["model_type"] == "llama"
+    kept = Transformer(tiny_config(norm="mean_abs")).eval()
+    with pytest.raises(ModelError, match="no stock class computes norm=mean_abs; taper=all, or use --to=hf"):
+        plain(kept)
 
 
 def test_a_norm_with_a_setting_of_its_own_keeps_it():
@@ -89,6 +93,34 @@ def test_a_norm_with_a_setting_of_its_own_keeps_it():
         assert len(norms) == 2 * model.config.n_layer + 3 and {norm.p for norm in norms} == {3.0}
     finally:
         del NORMS["power"]
+
+
+def test_a_tensor_that_no_file_would_hold_is_refused(mean_abs, corpus, tmp_path, capfd):
+    """Where a run begins, and in a file of such a network: its values would be whatever memory holds."""
+
+    class Slope(MLPS["swiglu"]):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.slope = torch.linspace(0.5, 1, 2)
+
+    def loose(c):
+        norm = NORMS["mean_abs"].make(c)
+        norm.first = torch.arange(3)
+        return norm
+
+    for table, name, row, path in (
+        (MLPS, "slope", Slope, "blocks.0.mlp.slope"),
+        (NORMS, "loose", Variant(loose), "blocks.0.norm_attn.first"),
+    ):
+        table[name] = row
+        try:
+            knobs = {"mlp" if table is MLPS else "norm": name}
+            error = refused(capfd, *flags(tmp_path / name, corpus, taper="none", aux_weight=0, **knobs))
+            assert f"no file holds {path}, which is a plain tensor" in error
+            with pytest.raises(ModelError, match=f"no file holds {path}"):
+                from_file(Transformer(tiny_config(**knobs)).to_file({}))
+        finally:
+            del table[name]
 
 
 def test_calibration_and_anchor_ask_the_norm(mean_abs):

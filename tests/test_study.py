@@ -424,13 +424,33 @@ def test_a_study_that_is_stopped_lets_its_step_clean_up(name, tmp_path):
 
 
 def test_two_calls_of_a_study_do_not_work_at_once(toy, tmp_path):
-    with hold_folder(tmp_path / "work/runs/toy") as held:
+    with hold_folder(tmp_path / "work/runs/toy.study") as held:
         assert toy(MAKES_B, ends=2)[-1].endswith(f"another process is at work in {held}; wait for it")
     assert not (tmp_path / "b").exists()
 
 
 def test_a_step_that_says_what_no_step_has_is_refused(toy):
     assert "a step has fro, which steps do not have: " in toy(f'{MAKES_B}fro = "x"', ends=2)[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ('[[steps]]\nsay = "x"\n', "a step has one of sweep, train, run, not say alone"),
+        (f"{MAKES_B}[values]\nvocab = 400\n", "vocab = 400 is no text, list or table; put it in quotes"),
+        (f"[values]\n[[step]]\n{MAKES_B.replace('steps', 'step')}", "toy.toml lacks steps; --help says"),
+    ],
+)
+def test_a_study_of_ones_own_is_refused_with_what_it_lacks(steps, said, toy):
+    assert said in toy(steps, ends=2)[-1]
+
+
+def test_a_step_may_write_to_the_folder_of_the_studys_name(toy, tmp_path):
+    """It is not what keeps a second call out."""
+    holds = (
+        f"from nanonorm.files import hold_folder\nwith hold_folder('{tmp_path}/work/runs/toy'): print('held')"
+    )
+    toy('[[steps]]\nrun = "{say}"\n', say=holds)
 
 
 def test_a_damaged_record_is_one_line(toy, tmp_path):

@@ -84,6 +84,8 @@ def refuse(model: Transformer):
     c = model.config
     if not NORMS[c.norm].tapers:
         raise ModelError(f"no stock class computes norm={c.norm}; use --to=hf or --to=onnx")
+    if c.form == "trained" and c.taper == "none":
+        raise ModelError(f"no stock class computes norm={c.norm}; taper=all, or use --to=hf or --to=onnx")
     if c.form not in ("folded", "unfused"):
         raise ModelError(f"form={c.form} has norms that no stock class has; give the file it was folded from")
     if c.taper != "all" or c.taper_from_layer:
