@@ -126,9 +126,11 @@ def observe_step(trackers: list[Tracker], all_reduce=None):
 
 def refuse_loose_tensors(model: nn.Module):
     """Raises: ModelError for a tensor that is neither parameter nor buffer: no file would hold its values."""
+    made_anew = {Tracker: ("gate", "gate_values"), Tracked: ("rope",)}
     for path, module in model.named_modules():
+        ours = next((names for kind, names in made_anew.items() if isinstance(module, kind)), ())
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and name not in ("gate", "gate_values", "rope"):
+            if isinstance(value, torch.Tensor) and name not in ours:
                 remedy = "register it as a persistent buffer, or make it in forward"
                 raise ModelError(f"no file holds {path}.{name}, which is a plain tensor: {remedy}")
 

@@ -185,7 +185,7 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
             continue
         kinds = [kind for kind in KINDS if kind in step]
         if len(kinds) != 1:
-            raise BadInput(f"a step has one of {', '.join(KINDS)}, not {', '.join(step)} alone")
+            raise BadInput(f"a step has one of {', '.join(KINDS)}; this one has {', '.join(step)}")
         (kind,) = kinds
         if unknown := step.keys() - {kind, "for", *(f.name for f in fields(Step))}:
             raise BadInput(f"a step has {min(unknown)}, which steps do not have: {step[kind][:60]}")

@@ -101,7 +101,7 @@ def test_a_tensor_that_no_file_would_hold_is_refused(mean_abs, corpus, tmp_path,
     class Slope(MLPS["swiglu"]):
         def __init__(self, *args):
             super().__init__(*args)
-            self.slope = torch.linspace(0.5, 1, 2)
+            self.gate = torch.linspace(0.5, 1, 2)
 
     def loose(c):
         norm = NORMS["mean_abs"].make(c)
@@ -109,7 +109,7 @@ def test_a_tensor_that_no_file_would_hold_is_refused(mean_abs, corpus, tmp_path,
         return norm
 
     for table, name, row, path in (
-        (MLPS, "slope", Slope, "blocks.0.mlp.slope"),
+        (MLPS, "slope", Slope, "blocks.0.mlp.gate"),
         (NORMS, "loose", Variant(loose), "blocks.0.norm_attn.first"),
     ):
         table[name] = row

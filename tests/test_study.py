@@ -436,7 +436,7 @@ def test_a_step_that_says_what_no_step_has_is_refused(toy):
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ('[[steps]]\nsay = "x"\n', "a step has one of sweep, train, run, not say alone"),
+        ('[[steps]]\nsay = "x"\n', "a step has one of sweep, train, run; this one has say"),
         (f"{MAKES_B}[values]\nvocab = 400\n", "vocab = 400 is no text, list or table; put it in quotes"),
         (f"[values]\n[[step]]\n{MAKES_B.replace('steps', 'step')}", "toy.toml lacks steps; --help says"),
     ],
