@@ -445,12 +445,11 @@ def test_a_study_of_ones_own_is_refused_with_what_it_lacks(steps, said, toy):
     assert said in toy(steps, ends=2)[-1]
 
 
-def test_a_step_may_write_to_the_folder_of_the_studys_name(toy, tmp_path):
+def test_a_step_may_write_to_the_folder_of_the_studys_name(toy):
     """It is not what keeps a second call out."""
-    holds = (
-        f"from nanonorm.files import hold_folder\nwith hold_folder('{tmp_path}/work/runs/toy'): print('held')"
-    )
-    toy('[[steps]]\nrun = "{say}"\n', say=holds)
+    holds = "import sys\nfrom nanonorm.files import hold_folder\nwith hold_folder(sys.argv[1]): print('held')"
+    toy('[[steps]]\nrun = "{say} {runs}/toy"\n', say=holds)
+    assert "held" in toy.printed
 
 
 def test_a_damaged_record_is_one_line(toy, tmp_path):

@@ -406,10 +406,10 @@ def main(k: Knobs, paths: list[str], command: str) -> str:
     text += resumed(finished)
     text.append("![gaps](gaps.png)")
     text.append(DRAWN.format(far=k.far))
-    kept = [word for word in shlex.split(command) if word.startswith("--")]
-    flags = [word for word in kept if not word.startswith(("--seeds=", "--logs="))]  # those are of runs
-    redraw = ["python", "scripts/report.py", "gaps", str(Path(k.out, "gaps.csv")), *flags]
-    text += ["    " + shlex.join(redraw), "draws the figure again."]
+    flags = [word for word in shlex.split(command) if word.startswith("--")]
+    flags = [word for word in flags if not word.startswith(("--seeds=", "--logs="))]  # those are of runs
+    redraw = shlex.join(["python", "scripts/report.py", "gaps", str(Path(k.out, "gaps.csv")), *flags])
+    text += [f"    {redraw}", "draws the figure again."]
     of_all = [*filter(None, (k.against, k.tuned, "origin" if files else None)), *k.by]
     head, table = ["what", "seed", "loss", "scale", "folder", "gap", *of_all], []
     for cell in found:
