@@ -175,6 +175,17 @@ def test_a_spike_of_one_line_does_not_move_a_curve(tmp_path):
     assert points["1000"] == pytest.approx(LOSS["cbwc"] + 0.15 + 3 * math.exp(-2.5), abs=0.01)
 
 
+def test_a_legend_of_long_names_stays_within_its_figure(tmp_path):
+    canvas = Figures(tmp_path)
+    fig, (ax,) = canvas.axes(1, 1, 2)
+    for word in ("short", "gate_schedule=sequential " * 5, "gate_order=first " * 9):
+        ax.plot([0, 1], label=word)
+    canvas.save(fig, "long", ax)
+    drawn = fig.legends[0].get_window_extent()
+    assert fig.bbox.x0 <= drawn.x0 and drawn.x1 <= fig.bbox.x1
+    assert fig.bbox.y0 <= drawn.y0
+
+
 def test_what_cannot_be_used_is_named_and_in_no_number(undrawn, tmp_path):
     runs = tmp_path / "runs"
     for name, seed in (("good", 1), ("twice", 1), ("early", 2), ("no-metrics", 3), ("no-export", 4)):

@@ -5,6 +5,7 @@ line joins means of the same seeds alone. The numbers behind the curves go into 
 """
 
 import math
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ LINE_OF = {
 OTHER = ("#999999", ":")  # what has no style of its own
 HOLLOW = {"linestyle": "none", "markerfacecolor": "#FFFFFF", "zorder": 2.5}
 WIDTH = 6.5  # inches, a text column
+LEGEND = 95  # characters that fit below the axes, with 10 for each column's line and gap
 COLUMNS = ["figure", "panel", "curve", "x", "mean", "low", "high", "n"]  # of curves.csv
 CURVE_POINTS = 400  # of a long run, in the CSV
 
@@ -162,10 +164,11 @@ class Figures:
         for ax in legend_from:
             shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
         if shown:
-            columns = max(1, min(3, 95 // (10 + max(map(len, shown)))))  # what fits below the axes
-            rows = math.ceil(len(shown) / columns)
+            names = [textwrap.fill(label, LEGEND - 10) for label in shown]
+            columns = max(1, min(3, LEGEND // (10 + max(map(len, shown)))))
+            rows = math.ceil(sum(name.count("\n") + 1 for name in names) / columns)
             fig.set_figheight(fig.get_figheight() + 0.19 * max(0, rows - 2))
-            fig.legend(shown.values(), shown, loc="outside lower center", ncols=columns, handlelength=3)
+            fig.legend(shown.values(), names, loc="outside lower center", ncols=columns, handlelength=3)
         with atomic_write(self.out / f"{name}.png") as f:
             fig.savefig(f, format="png")
         self.plt.close(fig)
