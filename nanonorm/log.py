@@ -36,7 +36,7 @@ SOMETIMES = (
 OF_ALL = (
     "train/loss", "train/ce", "train/aux", "train/kl", "train/site", "train/spike", "val/loss", "val/bpb",
     "val/kl", "val/loss_gated", "gate", "gate/steps", "gate/excess", "lr", "grad/total", "logits/l2",
-    "s/mean", "s/target", "taper/limited",
+    "s/mean", "s/max", "s/target", "taper/limited",
 )  # metrics of the whole network, not of a part of it  # fmt: skip
 
 

@@ -23,12 +23,12 @@ def log_line(step, done: int, tokens_per_s: float, peak: float) -> dict[str, flo
     step.ranks.sum(totals)
     *sums, n = totals.tolist()
     totals.zero_()
-    s, l2 = diagnostics(model, stream)
+    s, largest, l2 = diagnostics(model, stream)
     mfu = tokens_per_s * machine.flops_per_token(model) / peak if peak else 0.0
     line = grad_norms(list(step.trained), norms)
     means = {name: total / n for name, total in zip(step.losses, sums, strict=True)}
     line |= {"train/loss": means.pop("total"), **{f"train/{name}": mean for name, mean in means.items()}}
-    line |= {"lr": lr_at(done, step.cfg), "s/mean": s.item(), "logits/l2": l2.item()}
+    line |= {"s/mean": s.item(), "s/max": largest.item(), "logits/l2": l2.item(), "lr": lr_at(done, step.cfg)}
     line |= {**site_metrics(model), "perf/tok_s": tokens_per_s, "perf/mfu": mfu}
     if model.anchor is not None:
         line["s/target"] = model.anchor.target_now().item()
@@ -38,8 +38,9 @@ def log_line(step, done: int, tokens_per_s: float, peak: float) -> dict[str, flo
 
 
 @torch.no_grad()
-def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean scale of the final norm's input, mean l2 norm of the logits, 0-dim. stream: (B, T, D).
+def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and largest scale of a token before the final norm, mean l2 norm of the logits, 0-dim. stream: (B,
+    T, D).
 
     |W y + b|^2 = y (W'W) y + 2 y (W'b) + |b|^2, so the (B, T, V) logits are never built.
     """
@@ -49,7 +50,8 @@ def diagnostics(model, stream) -> tuple[torch.Tensor, torch.Tensor]:
     squares = ((y @ whole(W.t() @ W)) * y).sum(-1)
     if b is not None:  # a head into which a LayerNorm was folded
         squares = squares + 2 * (y @ (whole(W).t() @ upcast(b))) + upcast(b).square().sum()
-    return model.scale(h).mean(), squares.clamp_min(0).sqrt().mean()
+    s = model.scale(h)
+    return s.mean(), s.max(), squares.clamp_min(0).sqrt().mean()
 
 
 def residual(taper) -> torch.Tensor:

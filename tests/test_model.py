@@ -81,9 +81,10 @@ def test_last_only_gives_the_last_row_and_diagnostics_are_what_they_say(folded):
     logits = model(idx)
     assert scale_of_difference(model(idx, last_only=True), logits[:, -1:]) <= EXACT
     stream = model(idx, targets).stream
-    s, l2 = diagnostics(model, stream)
-    centred = stream - stream.mean(-1, keepdim=True)
-    assert s.item() == pytest.approx((centred.square().mean(-1) + 1e-6).sqrt().mean().item(), rel=1e-10)
+    s, largest, l2 = diagnostics(model, stream)
+    sigma = ((stream - stream.mean(-1, keepdim=True)).square().mean(-1) + 1e-6).sqrt()
+    assert [s.item(), largest.item()] == pytest.approx([sigma.mean().item(), sigma.max().item()], rel=1e-10)
+    assert s < largest
     # through W'W: squares lose digits
     assert l2.item() == pytest.approx(logits.norm(dim=-1).mean().item(), rel=1e-10)
     assert not folded or model.head()[1].abs().max() > 0.01

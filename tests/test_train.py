@@ -55,7 +55,7 @@ def test_what_a_run_writes(reference, corpus):
     assert {"torch", "commit", "python"} <= header["versions"].keys()
     lines = metrics(reference)
     assert [line["iter"] for line in lines] == list(range(5, 61, 5))
-    want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/target", "logits/l2",
+    want = {"train/loss", "train/ce", "train/aux", "gate", "lr", "s/mean", "s/max", "s/target", "logits/l2",
             "grad/total", "grad/qkv", "grad/proj", "grad/gate_up", "grad/down", "grad/emb", "grad/norm",
             "taper/c.0.attn", "taper/c.1.mlp"}  # fmt: skip
     evaluated = {"val/loss", "val/bpb", "val/loss_gated"}
