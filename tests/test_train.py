@@ -220,21 +220,25 @@ def test_the_first_steps_may_be_split_otherwise_too(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("compiles, n_layer", [slow(True, 1), slow("regional", 2)])
-def test_a_compiled_run_agrees(compiles, n_layer, corpus, tmp_path):
-    """Up to rounding. Across a taper it compiles once a phase: never once a gate value, nor once a block.
-    Validation is compiled too, at gate 0 and as it is; not its last windows, which are fewer or shorter."""
+def test_a_compiled_run_agrees_and_is_resumed_as_the_same_run(compiles, n_layer, corpus, tmp_path):
+    """Up to rounding, and to the bit. Across a taper it compiles once a phase: never once a gate value, nor
+    once a block. Validation is compiled too, at gate 0 and as it is; not its last windows, which are fewer or
+    shorter."""
     if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     knobs = dict(n_layer=n_layer, dtype="float64", max_iters=50, eval_interval=50, sink_multiple=1.2)
     train(*flags(tmp_path / "eager", corpus, **knobs))
-    train(*flags(tmp_path / "run", corpus, compile=compiles, **knobs))
+    train(*flags(run := tmp_path / "run", corpus, compile=compiles, ckpt_interval=30, **knobs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 3 + 2  # the first is the trial
     assert not torch._dynamo.utils.counters["graph_break"]
-    for a, b in zip(metrics(tmp_path / "run"), metrics(tmp_path / "eager"), strict=True):
+    for a, b in zip(metrics(run), metrics(tmp_path / "eager"), strict=True):
         assert abs(a["train/loss"] - b["train/loss"]) < 1e-9  # float64 rounding, grown over 50 steps of AdamW
         assert a.get("taper/sinks.0.mlp") == b.get("taper/sinks.0.mlp")
+    cut_back(30, run, again := tmp_path / "again")  # amid the blend
+    train("--init_from=resume", f"--out_dir={again}")
+    assert_same_run(run, again)
 
 
 class Recorded(TorchDispatchMode):
