@@ -35,6 +35,8 @@ USUAL = (
 LABELS = {  # how a metric begins -> its unit
     r"\w+/(loss|ce|kl)": "nats per token",
     "grad/": "L2 norm",
+    "taper/c": "1 / scale",
+    "taper/residual": "share of power",
     "taper/(limited|sinks)": "share of tokens",
     "(train/site|site/)": "log scale, squared",
 }
@@ -136,7 +138,8 @@ def main(k: Knobs, words: list[str], command: str) -> str:
         figures.fit(ax, [list(v.values()) for lines in of_runs.values() for v in lines.values()])
         figures.mark_spikes(ax)
         label = next((words for begin, words in LABELS.items() if re.match(begin, metric)), "")
-        ax.set(title=metric, ylabel=label, xlim=(0, None))
+        each = "*" if metric.endswith(".") else ""
+        ax.set(title=metric + each, ylabel=label, xlim=(0, None))
     for ax in axes[len(found) :]:
         ax.set_axis_off()
     for ax in axes[: len(found)][-k.columns :]:

@@ -51,7 +51,7 @@ MARKERS = "osD^v<>pPX*h"  # a variant of the papers' tables each
 FOLLOW = ("warmup_iters", "lr_decay_iters", "gate_start", "gate_end")  # in a longer run these come later
 DRAWN = """A dot is a run or a pair of runs, a bar the interval of three and more, a hollow mark the \
 mean of fewer. Settings of one value stand side by side, the dots of each to its right. A line joins means \
-over the same seeds. A run that is more than {far:g}% behind is written at \
+over the same seeds, at the value itself. A run that is more than {far:g}% behind is written at \
 the edge of its panels, and its setting has no mean there."""
 
 
@@ -296,7 +296,8 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     along, back = (math.log, math.exp) if wide else (float, float)
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
     room = span * min(0.9, len(drawn) * (0.05 * ax.get_gridspec().ncols if k.against else 0.12))
-    room = min([room, *(0.6 * (along(b) - along(a)) for a, b in pairwise(ticks))])
+    apart = min(0.6, 0.1 * len(drawn))  # of the way to the next value
+    room = min([room, *(apart * (along(b) - along(a)) for a, b in pairwise(ticks))])
     to = {cell.at: f" vs {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
@@ -305,9 +306,9 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
         above = [[*[""] * i, f"{cell.best}{to.get(cell.at, '')}"] if k.tuned else [] for cell in mine]
         figures.dots(ax, x, values, above, "+.0f" if y == "gap" else ".2f", **look)
         means = [math.nan if far else sum(near) / len(near) for near, far in values]
-        for (a, b), ends in zip(pairwise(mine), pairwise(zip(x, means, strict=True)), strict=True):
+        for (a, b), ends in zip(pairwise(mine), pairwise(means), strict=True):
             if k.against and a.values(y).keys() == b.values(y).keys():
-                ax.plot(*zip(*ends, strict=True), color=look["color"], linewidth=1.0)
+                ax.plot((a.at, b.at), ends, color=look["color"], linewidth=1.0)
     if wide:
         ax.set_xscale("log")
     if k.against and len(ticks) == 1:
