@@ -69,6 +69,8 @@ def check_out(name: str, path: str | None, kind: str):
     """Raises: BadInput unless the knob `name` is None or a file of that kind (".json") that can be made."""
     if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
         raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
+    if path is not None and Path(path).is_dir():
+        raise BadInput(f"{name}={path} is a folder; name a file")
 
 
 def finish(report: dict, out: str | None = None):

@@ -22,8 +22,8 @@ def generate(
     several (rows that did before are padded with the first). `compile` makes the step from one token to the
     next a single graph, compiled once for each B and each 128 tokens of cache, with padding and without; it
     needs the cache. No id from vocab_size on is drawn: a model may have more rows than its tokenizer has ids.
-    Raises: ModelError for logits that are not finite, a prompt without ids, compile without a cache, and a
-    top_k or top_p that leaves no token.
+    Raises: ModelError for logits that are not finite, a prompt without ids, compile without a cache, a
+    top_k or top_p that leaves no token, and a temperature below 0.
 
     A row's context is its last block_size tokens, less one where a sink stands in front; when full it drops
     to its newer half (of one token: to its last), with the cache or without. Shorter rows are padded on the
@@ -32,8 +32,10 @@ def generate(
     """
     if compile and not use_cache:
         raise ModelError("compile=True needs the cache; leave use_cache=False out")
-    if top_p <= 0 or (top_k is not None and top_k < 1):
+    if not top_p > 0 or (top_k is not None and top_k < 1):  # nan is refused, too
         raise ModelError(f"top_k={top_k}, top_p={top_p} leave no token to draw; at least 1, and above 0")
+    if not temperature >= 0:
+        raise ModelError(f"temperature={temperature}: 0 takes the likeliest token, and more draws")
     size, device = model.config.longest_text, model.tok_emb.weight.device
     idx, padding = aligned(prompts, device)
     starts = [max(pad, idx.shape[1] - size) for pad in padding]  # the column where each row's context begins

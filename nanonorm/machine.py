@@ -11,6 +11,7 @@ import re
 import subprocess
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -290,6 +291,8 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
+            return None  # somebody else's repository, in which this one is unpacked
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

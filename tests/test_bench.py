@@ -242,6 +242,7 @@ def test_shapes_and_defaults(capsys, monkeypatch, flags):
         (["--runtimes=onnx", "--mode=decode"], "no KV cache"),
         (["--runtimes=onnx", "--dtype=bfloat16"], "use --dtype=float32"),
         (["--out=no/such/folder/x.json"], ".json file in a folder that exists"),
+        (["--out=made.json"], "made.json is a folder; name a file"),
         (["--speedups=x.png", "--seq=8,16"], "there are 2 of --seq; name one, as --seq=8"),
         (["--norm=coupled", "--taper=internal"], "use taper=none"),
         (["a", "b"], "one PATH"),
@@ -249,8 +250,10 @@ def test_shapes_and_defaults(capsys, monkeypatch, flags):
         (["EMPTY"], "holds no run"),
     ],
 )
-def test_bad_input(argv, says, folder):
+def test_bad_input(argv, says, folder, monkeypatch):
     (folder / "empty").mkdir()
+    (folder / "made.json").mkdir()
+    monkeypatch.chdir(folder)
     places = {"RUN": str(folder), "EMPTY": str(folder / "empty")}
     argv = [places.get(word, word) for word in argv]
     with refuses(says):

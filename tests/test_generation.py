@@ -1,5 +1,6 @@
 """Text from prompts of several lengths, under autocast, and after an error; what sample.py asks for."""
 
+import math
 from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
@@ -158,9 +159,12 @@ def test_a_prompt_without_ids_is_refused(prompts):
 
 
 def test_to_draw_nothing_and_to_compile_without_a_cache_are_refused():
-    for nothing in ({"top_k": 0}, {"top_p": 0.0}):
+    for nothing in ({"top_k": 0}, {"top_p": 0.0}, {"top_p": math.nan}):
         with refuses("leave no token to draw"):
             tiny().generate([[1]], 1, **nothing)
+    for heat in (-1.0, math.nan):
+        with refuses("0 takes the likeliest token"):
+            tiny().generate([[1]], 1, temperature=heat)
     with refuses("compile=True needs the cache"):
         tiny().generate([[1]], 3, use_cache=False, compile=True)
 

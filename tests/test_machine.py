@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import subprocess
 import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from running import ROOT, assert_goes_on_from, assert_same_run, cut_back, flags,
 
 from config import Config
 from data.sampling import sent
+from nanonorm import machine
 from nanonorm.machine import Replayed, pick_device, pick_dtype, widest_float
 from nanonorm.optimizer import make_optimizer
 from nanonorm.ranks import Ranks
@@ -209,3 +211,15 @@ def test_the_peak_is_that_of_all_ranks_together(monkeypatch):
     folder.open_bar(None, None)
     folder.close_bar()
     assert folder.peak == 2e12
+
+
+def test_the_commit_of_a_repository_around_this_one_is_not_its_own(tmp_path, monkeypatch):
+    """As where an archive is unpacked in a folder of one's own that git keeps."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert len(machine.commit()) == 40
+    monkeypatch.setattr(machine, "ROOT", tmp_path / "unpacked")
+    (tmp_path / "unpacked").mkdir()
+    assert machine.commit() is None

@@ -85,6 +85,8 @@ def test_a_corpus_is_a_name_or_a_path(corpus, tmp_path, monkeypatch):
     (tmp_path / "stdlib/meta.json").touch()
     assert data.corpus_folder("stdlib") == data.ROOT / "data/stdlib"
     assert data.corpus_folder(".") == tmp_path and data.corpus_folder("..") == tmp_path.parent
+    assert data.corpus_folder("./stdlib") == data.corpus_folder("stdlib/") == tmp_path / "stdlib"
+    assert data.corpus_folder(f"../{tmp_path.name}/stdlib") == tmp_path / "stdlib"
     with refuses("an empty name where a corpus is asked for"):
         data.corpus_folder("")
     train(*flags(tmp_path / "run", "texts/mine", **PLAIN | {"max_iters": 2, "eval_interval": 2}))
