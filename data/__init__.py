@@ -223,13 +223,16 @@ def corpora() -> list[str]:
 
 def corpus_folder(name: str) -> Path:
     """Where a corpus is: the folder of that name in data/, else the one at that path, which is prepared if it
-    is named by a single word. "./x", "../x" and "x/" are paths. Raises: BadInput for an empty name."""
+    is named by a single word. "./x" and "x/" are paths, and so is "../x" where a corpus is: a run of before
+    may name one as seen from data/. Raises: BadInput for an empty name."""
     if not name:
         raise BadInput("an empty name where a corpus is asked for; name a folder, or one of data/")
     ours, there = ROOT / "data" / name, Path(name).resolve()
-    if name.startswith(("./", "../")) or name.endswith("/") or name in (".", ".."):
+    found = (there / "meta.json").exists()
+    is_path = name.startswith("./") or name.endswith("/") or name in (".", "..")
+    if is_path or (found and name.startswith("../")):
         return there
-    elsewhere = (there / "meta.json").exists() or len(Path(name).parts) > 1  # a path is no name
+    elsewhere = found or len(Path(name).parts) > 1  # a path is no name
     return there if not ours.exists() and elsewhere else ours
 
 

@@ -49,6 +49,8 @@ def test_an_old_run_goes_on(tables, tmp_path, monkeypatch, capfd):
     train("--init_from=resume", f"--out_dir={tmp_path}")
     then, now = metrics(OLD), metrics(tmp_path)
     assert [line["iter"] for line in now] == [5, 10, 15, 20, 25, 30, 35, 40]
+    since = [line.pop("s/max", None) for line in now]  # which was not logged then
+    assert [largest is None for largest in since] == [True] * 4 + [False] * 4
     assert [line.keys() for line in now] == [line.keys() for line in then]
     for new, old in zip(now, then, strict=True):
         if old["iter"] in (25, 30):  # the gradients of a step whose norms have two gains each
