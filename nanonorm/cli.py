@@ -67,9 +67,11 @@ def parse_flags(cls, usage: str = ""):
 
 def check_out(name: str, path: str | None, kind: str):
     """Raises: BadInput unless the knob `name` is None or a file of that kind (".json") that can be made."""
-    if path is not None and not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
+    if path is None:
+        return
+    if not (path.endswith(kind) and Path(path).resolve().parent.is_dir()):
         raise BadInput(f"{name}={path} must be a {kind} file in a folder that exists")
-    if path is not None and Path(path).is_dir():
+    if Path(path).is_dir():
         raise BadInput(f"{name}={path} is a folder; name a file")
 
 

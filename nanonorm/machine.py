@@ -291,7 +291,7 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return None  # somebody else's repository, in which this one is unpacked
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):

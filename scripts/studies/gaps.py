@@ -296,8 +296,8 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     along, back = (math.log, math.exp) if wide else (float, float)
     span = along(ticks[-1]) - along(ticks[0]) or 0.2 * ticks[0] or 1.0
     room = span * min(0.9, len(drawn) * (0.05 * ax.get_gridspec().ncols if k.against else 0.12))
-    apart = min(0.6, 0.1 * len(drawn))  # of the way to the next value
-    room = min([room, *(apart * (along(b) - along(a)) for a, b in pairwise(ticks))])
+    share = min(0.6, 0.1 * len(drawn))  # of the way to the next value
+    room = min([room, *(share * (along(b) - along(a)) for a, b in pairwise(ticks))])
     to = {cell.at: f" vs {cell.best}" for cell in here if y == "gap" and cell.variant == k.to}
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
