@@ -18,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from forms import begun_as, config_of, from_file, skeleton, unfuse
 from model import ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import load_adapters, put_on
-from nanonorm.distill import Distilled, fingerprint, share
+from nanonorm.distill import Distilled, fingerprint, share_weights
 from nanonorm.divergence import divergence
 from nanonorm.errors import BadInput, ModelError
 from nanonorm.files import phase_and_gates, thin
@@ -51,7 +51,8 @@ def make_trained(start: Beginning, corpus: dict, data_folder: Path, dtype, hollo
         raise BadInput(f"the student has {sizes}; a teacher and its student need the same")
     narrow = wide
     if cfg.adapter != "none":  # what is frozen is read in `dtype` alone, so it is kept in that
-        share(model, teacher, f"start it from {cfg.teacher}, or from what scripts/couple.py made of that")
+        remedy = f"start it from {cfg.teacher}, or from what scripts/couple.py made of that"
+        share_weights(model, teacher, remedy)
         narrow = dtype
     for network in (model, teacher):
         network._apply(lambda t: t.to(narrow if t.dim() >= 2 else wide))

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from forms import FOLD_TOLERANCE, FORMS, changed_by_fold, from_file, load_model
 from model import NORMS, ModelConfig, ModelKnobs, Transformer, attend
 from nanonorm.cache import KVCache
-from nanonorm.cli import check_out, finish, parse
+from nanonorm.cli import check_out, parse, print_report
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.knobs import changed, off
 from nanonorm.machine import keep_freed_memory, pick_device, processor
@@ -461,7 +461,7 @@ def main(argv: list[str]):
     report = dict(settings=settings, path=path, model=asdict(shape), machine=hardware(device),
                   torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
                   work=counted, differences=differences, rows=figures)  # fmt: skip
-    finish(report, k.out)
+    print_report(report, k.out)
     title = f"{k.mode}, {k.dtype}, {form}, {hardware(device)}"
     if k.speedups:
         draw_speedups(k.speedups, figures, FLOOR, f"{title}, seq {k.seq[0]}")

@@ -20,7 +20,7 @@ from model import (
     CentredEmbedding,
     CentredLinear,
     ModelConfig,
-    Scale,
+    Scaling,
     Taper,
     Transformer,
     Variant,
@@ -85,7 +85,7 @@ def absorb(norm: nn.Module, linear: nn.Linear, gains: bool, rows=None) -> nn.Mod
 def take_out_scaling(attn: Attention):
     """Remove the norms of queries and keys if they are scalings at gate 0. Returns what the rows of qkv are
     to be multiplied by in their place, ((H + 2K) C, 1), or None."""
-    if not isinstance(attn.norm_q, Taper | Scale):
+    if not isinstance(attn.norm_q, Taper | Scaling):
         return None
     q, k = (norm.factor(gains=False)[1].detach() for norm in (attn.norm_q, attn.norm_k))
     attn.norm_q = attn.norm_k = None
@@ -206,7 +206,7 @@ def fold(model: Transformer, gains: bool = False) -> Transformer:
 
 
 def unfuse(model: Transformer) -> Transformer:
-    """The model with every tapered norm as an explicit scaling (`Scale`); it shares all other tensors."""
+    """The model with every tapered norm as an explicit scaling (`Scaling`); it shares all other tensors."""
     return transformed(model, "unfused")
 
 

@@ -342,7 +342,7 @@ def scaled(h, weight, bias, centre: bool):
     return y if bias is None else y + bias
 
 
-class Scale(nn.Module):
+class Scaling(nn.Module):
     """What is left of a tapered norm at gate 0, as an explicit element-wise step."""
 
     def __init__(self, weight, bias, centre: bool):
@@ -427,8 +427,8 @@ class Taper(Tracker):
         c, gain = (self.c_now(), self.c), (self.weight, self.weight_tilde)
         return torch.where(seen, *c) * torch.where(seen, *gain)
 
-    def at_zero(self) -> "Scale":
-        return Scale(self.fixed(), self.bias, self.norm.centres)
+    def at_zero(self) -> "Scaling":
+        return Scaling(self.fixed(), self.bias, self.norm.centres)
 
     def factor(self, gains: bool):
         return self.at_zero().factor(gains)
@@ -634,7 +634,7 @@ class SwiGLU(nn.Module):
         """The layer that reads the norm."""
         return self.gate_up
 
-    @fast(kernels.gated, training=False)
+    @fast(kernels.swiglu_activation, training=False)
     def activation(self, x, inverse=None):
         """(B, T, D) [, (B, T, 1)] -> (B, T, F)"""
         opening, up = product(self.gate_up, x, inverse).chunk(2, -1)

@@ -30,7 +30,7 @@ from data.tokenizer import load_tokenizer
 from forms import export_files, proved
 from model import Block, Transformer
 from nanonorm import machine
-from nanonorm.adapters import learning, take_norms
+from nanonorm.adapters import learning, measure_rows
 from nanonorm.cli import parse
 from nanonorm.errors import one_line_errors
 from nanonorm.gates import Gates
@@ -38,7 +38,7 @@ from nanonorm.metrics import at_ceiling, log_line
 from nanonorm.nonfinite import first_nonfinite
 from nanonorm.optimizer import Gradients, clip, hold_floors, make_optimizer
 from nanonorm.ranks import Interrupt, Ranks, data_parallel, deal, local
-from nanonorm.run import Beginning, RunFolder, begin, load_optimizer, sums_of
+from nanonorm.run import Beginning, RunFolder, beginning_of, load_optimizer, sums_of
 from nanonorm.scale import site_losses
 from nanonorm.schedules import lr_at, mean_gate
 
@@ -167,7 +167,7 @@ class Step:
         if self.fused or self.bad_step.item() == self.cfg.max_iters:  # the unfused one cannot skip by itself
             self.optimizer.step()
         hold_floors(self.trained)
-        take_norms(self.model)
+        measure_rows(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return losses.stream, norms
 
@@ -184,7 +184,7 @@ class Step:
 
             live = self.module.to_file({}) | {"optimizer": self.optimizer.state_dict()}
             parts.load(start.file, start.source, live, self.ranks)
-            take_norms(self.model)
+            measure_rows(self.model)
         self.gates.resume(start)
         sums = sums_of(start, self.losses)
         sums *= self.cfg.gradient_accumulation_steps / start.file["run"].gradient_accumulation_steps
@@ -270,7 +270,7 @@ def main(held: ExitStack):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends a prepare.py as well
     asked, explicit, files = parse(Config, sys.argv[1:], files=True, usage=__doc__)
     ranks = Ranks()
-    start = begin(asked, explicit, files, ranks, held)
+    start = beginning_of(asked, explicit, files, ranks, held)
     cfg, progress = start.settings, start.progress
     cfg.model_config()  # refuses what makes no sense before anything is prepared or written
     device, dtype = machine.set_up(cfg, ranks)

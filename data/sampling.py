@@ -29,21 +29,21 @@ def windows(tokens, starts, length: int, device):
     return ids[:, :-1], ids[:, 1:]
 
 
-def spread_starts(length: int, window: int, tokens: int, apart: int = 1) -> np.ndarray:
+def spread_starts(length: int, window: int, tokens: int, stride: int = 1) -> np.ndarray:
     """Where windows begin that hold `tokens` of a text of `length`, at least one of them, from all of it: at
-    multiples of `apart`."""
+    multiples of `stride`."""
     count = max(1, min(tokens, length - 1) // window)
-    return np.linspace(0, (length - 1 - window) // apart, count).astype(np.int64) * apart
+    return np.linspace(0, (length - 1 - window) // stride, count).astype(np.int64) * stride
 
 
-def starts_of(n_tokens: int, cfg, step: int, windows: range, apart: int = 1) -> np.ndarray:
+def starts_of(n_tokens: int, cfg, step: int, windows: range, stride: int = 1) -> np.ndarray:
     """Where the windows of these numbers in optimizer step `step` start, int64, drawn cfg.draw_size at a
-    time, at multiples of `apart`."""
-    size, high = cfg.draw_size or cfg.batch_size, -(-(n_tokens - cfg.longest_text) // apart)
+    time, at multiples of `stride`."""
+    size, high = cfg.draw_size or cfg.batch_size, -(-(n_tokens - cfg.longest_text) // stride)
     draws = range(windows.start // size, (windows.stop - 1) // size + 1)
     drawn = [np.random.default_rng((cfg.seed, step, draw)).integers(high, size=size) for draw in draws]
     first = windows.start - draws.start * size
-    return np.concatenate(drawn)[first : first + len(windows)] * apart
+    return np.concatenate(drawn)[first : first + len(windows)] * stride
 
 
 def train_batch(tokens, cfg, step: int, indices, device, cut: int | None = None):

@@ -90,13 +90,13 @@ def put_on(network: nn.Module, kind: str, rank: int, alpha: float, targets: tupl
                 p.requires_grad_()
         for name, magnitude in layer.lora_magnitude_vector.items():
             layer.lora_variant[name] = Dora
-            magnitude.register_buffer("norms", magnitude.weight.detach().clone(), persistent=False)
-            take_norms(layer)
-            magnitude.weight.data.copy_(magnitude.norms)
+            magnitude.register_buffer("row_lengths", magnitude.weight.detach().clone(), persistent=False)
+            measure_rows(layer)
+            magnitude.weight.data.copy_(magnitude.row_lengths)
 
 
 @torch.no_grad()
-def take_norms(network: nn.Module):
+def measure_rows(network: nn.Module):
     """Compute anew what DoRA divides by: |W + s B A| of each row (out), in the adapters' type. To be called
     after every change of adapters or weights, so once a step: it costs what W costs on as many tokens as the
     rank. (|W|^2 + 2 s W A' B + |s B A|^2 would save nothing, W A' being as large as B A, and could cancel.)
@@ -106,7 +106,7 @@ def take_norms(network: nn.Module):
             A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
             rows = layer.get_base_layer().weight.to(B.dtype, copy=True)  # (out, in)
             rows.addmm_(B, A, alpha=layer.scaling[name])  # in place: autocast narrows no such product
-            magnitude.norms.copy_(whole(torch.linalg.vector_norm(rows, dim=1)))
+            magnitude.row_lengths.copy_(whole(torch.linalg.vector_norm(rows, dim=1)))
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def load_adapters(network: nn.Module, tensors, path, spread: bool = False):
     for name, p in own.items():
         if not (tensors[name].is_meta or p.is_meta):
             p.copy_(tensors[name])
-    take_norms(network)
+    measure_rows(network)
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def merge(network: nn.Module) -> float:
     worst, rng = 0.0, torch.Generator().manual_seed(0)
     for name, layer in adapted(network).items():
         exact, base = copy.deepcopy(layer).cpu().double().eval(), layer.get_base_layer()
-        take_norms(exact)
+        measure_rows(exact)
         x = torch.randn(PROOF_TOKENS, exact.in_features, generator=rng, dtype=torch.float64)
         before = exact(x)
         exact.merge()

@@ -75,7 +75,7 @@ def check_out(name: str, path: str | None, kind: str):
         raise BadInput(f"{name}={path} is a folder; name a file")
 
 
-def finish(report: dict, out: str | None = None):
+def print_report(report: dict, out: str | None = None):
     """Print what a command found as its last line, JSON, and keep it in the file `out`."""
     print(f"\n{json.dumps(report)}", flush=True)
     if out is not None:  # after it: should the disk be full, nothing is lost

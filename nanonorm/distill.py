@@ -115,7 +115,7 @@ class Distilled(nn.Module):
         return self.student.requires_grad_(True), error
 
 
-def share(student: nn.Module, teacher: nn.Module, remedy: str):
+def share_weights(student: nn.Module, teacher: nn.Module, remedy: str):
     """Make every parameter of `student` that equals the teacher's the teacher's own, in place. Gains and
     shifts may differ. Raises: BadInput, with the remedy, for a matrix that does."""
     theirs = dict(teacher.named_parameters())

@@ -5,7 +5,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 
 class Dora(DoraLinearVariant):
     """peft finds the norms of the rows in each forward pass, by way of B A times an identity matrix; here
-    they are a buffer, which adapters.take_norms fills. Values, gradients, merging and files are peft's. For
+    they are a buffer, which adapters.measure_rows fills. Values, gradients, merging and files are peft's. For
     adapters without a dropout of their own, as adapters.put_on makes them."""
 
     @staticmethod
@@ -13,6 +13,6 @@ class Dora(DoraLinearVariant):
         """m / |W + s B A| (W x + s B A x) + bias. x: (..., in); result, the frozen layer's: (..., out)"""
         A, B, scaling = (of[active_adapter] for of in (module.lora_A, module.lora_B, module.scaling))
         magnitude, bias = module.lora_magnitude_vector[active_adapter], module.get_base_layer().bias
-        scale = magnitude.weight / magnitude.norms
+        scale = magnitude.weight / magnitude.row_lengths
         y = scale * (result + B(scaling * A(x)))
         return y if bias is None else y + (1 - scale) * bias

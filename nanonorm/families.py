@@ -122,8 +122,8 @@ def demand(default):
 
 
 Zero, One = Annotated[float, Range(0.0, 0.0)], Annotated[float, Range(1.0, 1.0)]
-Rate = Annotated[float, Range(0.0, 0.999)]
-GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}  # their activation -> our `mlp`
+Dropout = Annotated[float, Range(0.0, 0.999)]
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}  # their activation -> our `mlp`
 SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
 BIASED = {"bias": True, "qkv_bias": False, "qk_norm": False}
 ROTARY = {"norm": "rmsnorm", "positions": "rope"}
@@ -145,7 +145,7 @@ class Family(Record):
 class GPT2(Family):
     model_type, names, prefix = "gpt2", GPT2_NAMES, "transformer."
     fixed: ClassVar[dict] = {"norm": "layernorm", "norm_bias": True, "positions": "learned", **BIASED}
-    activations, twins = GELU, {"attn_pdrop": "dropout", "embd_pdrop": "dropout"}
+    activations, twins = GELUS, {"attn_pdrop": "dropout", "embd_pdrop": "dropout"}
 
     vocab_size: Count = 50257
     block_size: Count = Field(1024, alias="n_positions")
@@ -153,12 +153,12 @@ class GPT2(Family):
     n_head: Count = 12
     n_embd: Count = 768
     hidden: Count | None = Field(None, alias="n_inner")
-    mlp: Literal[*GELU] = Field("gelu_new", alias="activation_function")
+    mlp: Literal[*GELUS] = Field("gelu_new", alias="activation_function")
     tie_embeddings: bool = Field(True, alias="tie_word_embeddings")
     norm_eps: Positive = Field(1e-5, alias="layer_norm_epsilon")
-    dropout: Rate = Field(0.1, alias="resid_pdrop")
-    attn_pdrop: Rate = demand(0.1)
-    embd_pdrop: Rate = demand(0.1)
+    dropout: Dropout = Field(0.1, alias="resid_pdrop")
+    attn_pdrop: Dropout = demand(0.1)
+    embd_pdrop: Dropout = demand(0.1)
     scale_attn_weights: Literal[True] = demand(True)
     scale_attn_by_inverse_layer_idx: Literal[False] = demand(False)
     reorder_and_upcast_attn: Literal[False] = demand(False)

@@ -103,12 +103,12 @@ def turned_heads(arch: str, name: str, c: dict) -> int | None:
     return {"attn_q": c["n_head"], "attn_k": c["n_kv_head"]}.get(stem) if arch == "llama" else None
 
 
-def adjacent(rows, heads: int):
+def to_pairs(rows, heads: int):
     """Pairs half a head apart -> adjacent pairs. (heads C, ...) -> (heads C, ...)"""
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def apart(rows, heads: int):
+def to_halves(rows, heads: int):
     """Adjacent pairs -> pairs half a head apart. (heads C, ...) -> (heads C, ...)"""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -226,7 +226,7 @@ def read_gguf(path: Path, dtype: torch.dtype, hollow: bool = False) -> dict:
             if there:
                 fill(rows, tensors[part.name], path)
             if heads := turned_heads(arch, part.name, ours):
-                rows.copy_(apart(rows, heads))
+                rows.copy_(to_halves(rows, heads))
     base = {"name": path.name, "architecture": name, "license": said.get("general.license")}
     ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {ours: said.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in ids.items()}

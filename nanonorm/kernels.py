@@ -157,7 +157,7 @@ class EagerRMSNorm(torch.autograd.Function):
 
 def swiglu(mlp, x):
     """SwiGLU.forward: down(silu(a) * b), (a, b) = gate_up(x), by one function. (B, T, D) -> (B, T, D)"""
-    if getattr(type(mlp).activation, "kernel", None) is not gated:
+    if getattr(type(mlp).activation, "kernel", None) is not swiglu_activation:
         return NotImplemented  # a subclass has an activation of its own
     down = mlp.down
     centred = getattr(down, "centred", None)
@@ -170,7 +170,7 @@ def swiglu(mlp, x):
 GATED_TOKENS, GATED_SIZE = 8, 1 << 18  # of the matrix, in numbers: below, one more launch costs more
 
 
-def gated(mlp, x, inverse=None):
+def swiglu_activation(mlp, x, inverse=None):
     """SwiGLU.activation without a gradient, as two products: one of both writes the rows of each 2 F numbers
     apart, and reading them so costs more than it saves. (B, T, D) [, (B, T, 1)] -> (B, T, F)"""
     layer = mlp.gate_up

@@ -17,7 +17,7 @@ from nanonorm.errors import ModelError, needed
 
 OPSET = 23  # the first in which RMSNorm and attention are one operator each
 PAST, FROM = "past_key_values.", "logits_from"  # inputs of a graph with a cache
-BEGIN = "past.npz"  # beside such a graph: what it begins with where the network has a sink
+SINK_FILE = "past.npz"  # beside such a graph: what it begins with where the network has a sink
 INLINE = 1_900_000_000  # bytes of weights that still fit in the graph's own file: protobuf ends at 2 GiB
 
 
@@ -115,8 +115,8 @@ class WithPast(torch.nn.Module):
 
 
 def export_with_past(model, path: Path):
-    """Write a Transformer's graph for any number of rows, new tokens and earlier tokens, and BEGIN, the keys
-    and values of its sink for one row, if it has one. Raises: BadInput."""
+    """Write a Transformer's graph for any number of rows, new tokens and earlier tokens, and SINK_FILE, the
+    keys and values of its sink for one row, if it has one. Raises: BadInput."""
     c, dtype = model.config, model.tok_emb.weight.dtype
     names = [f"{layer}.{what}" for layer in range(c.n_layer) for what in ("key", "value")]
     inputs = {"input_ids": torch.zeros(2, min(c.longest_text, 3), dtype=torch.long), FROM: torch.tensor(0)}
@@ -126,7 +126,7 @@ def export_with_past(model, path: Path):
     if c.sink_token is not None:
         with torch.no_grad():
             sink = [t[None].numpy() for pair in model.sink() for t in pair]
-        np.savez(path.with_name(BEGIN), **{PAST + name: t for name, t in zip(names, sink, strict=True)})
+        np.savez(path.with_name(SINK_FILE), **{PAST + name: t for name, t in zip(names, sink, strict=True)})
 
 
 class Session:
@@ -147,7 +147,7 @@ class Session:
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.value = onnxruntime.OrtValue.ortvalue_from_numpy
         self.past = [i for i in self.session.get_inputs() if i.name.startswith(PAST)]
-        begin = Path(path).with_name(BEGIN)
+        begin = Path(path).with_name(SINK_FILE)
         self.sink = dict(np.load(begin)) if self.past and begin.exists() else {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -81,10 +81,10 @@ def draw_speedups(path: str, rows: list[dict], floor: str, title: str):
         near.set_ylabel(f"speedup over {names[0]},\nmedian and quartiles")
     for panel in panels[-1]:
         panel.set_xlabel("batch size")
-    finish(figure, panels[0, 1], title, path)
+    save_figure(figure, panels[0, 1], title, path)
 
 
-def finish(figure, legend_from, title: str, path: str):
+def save_figure(figure, legend_from, title: str, path: str):
     """A title, one legend below, and the file."""
     figure.suptitle(title, fontsize=9)
     handles = legend_from.get_legend_handles_labels()

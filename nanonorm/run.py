@@ -88,7 +88,7 @@ def checkpoint_step(meta: dict) -> int | None:
 # reading a checkpoint
 
 
-def sums(tensor: torch.Tensor) -> torch.Tensor:
+def checked_sums(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 1 or not tensor.is_floating_point() or not tensor.isfinite().all():
         raise ValueError("should be finite numbers")
     return tensor
@@ -101,9 +101,9 @@ class Progress(Record):
 
     iter: Whole = 0  # steps done
     run_id: str  # of wandb
-    totals: Annotated[torch.Tensor, AfterValidator(sums)] | None = None  # of losses since the last log line
-    # of gates that wait (nanonorm/gates.py)
-    gates: Annotated[torch.Tensor, AfterValidator(sums)] | None = None
+    # of losses since the last log line, and of gates that wait (nanonorm/gates.py)
+    totals: Annotated[torch.Tensor, AfterValidator(checked_sums)] | None = None
+    gates: Annotated[torch.Tensor, AfterValidator(checked_sums)] | None = None
     val: dict[str, Any] = Field(default_factory=dict)  # what the last validation found
     logged: Whole = 0  # lines of the log
 
@@ -241,7 +241,7 @@ class Beginning:
             raise BadInput(f"the ranks differ in {named}; start each with the same")
 
 
-def begin(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitStack) -> Beginning:
+def beginning_of(asked, explicit: set[str], files: list[str], ranks: Ranks, held: ExitStack) -> Beginning:
     """How a run begins: from scratch, with given weights, or with the checkpoint in its folder, which `held`
     then keeps locked.
 

@@ -39,7 +39,7 @@ from nanonorm.scale import drop_held
 from sample import tokenizer_of
 from scripts.exports import Job, describe, name_of, prove
 from scripts.exports.hf import form_for
-from scripts.exports.push import check, push
+from scripts.exports.push import check_repository, push
 from scripts.exports.stock import wants_folding
 
 KINDS = ("hf", "stock", "gguf", "onnx")  # of exports, each a module of scripts.exports
@@ -201,7 +201,7 @@ def main():
     for package in [name for to in kinds for name in import_module(f"scripts.exports.{to}").NEEDS]:
         needed(package)  # before the work is done
     if cfg.push is not None:
-        check(cfg.push)
+        check_repository(cfg.push)
     for to in kinds:
         try:
             out = Path(cfg.out, to) if cfg.to == "all" else Path(cfg.out)

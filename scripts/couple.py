@@ -175,12 +175,12 @@ def every_choice(own, cfg: Couple) -> dict:
     return {(k, alpha): numbers_of(own, k, alpha) for k in kept if k < n_layer for alpha in ways}
 
 
-def compare(file: dict, path: Path, before: Transformer, choices: dict, val, apart: int, cfg) -> dict:
+def compare(file: dict, path: Path, before: Transformer, choices: dict, val, stride: int, cfg) -> dict:
     """{(kept blocks, way): (its numbers, Divergence)} of `choices`, as every_choice has them, on windows from
-    all of `val` that begin at multiples of `apart`. before: the original, which runs once; cfg: the `window`,
-    and the tokens `compared`."""
+    all of `val` that begin at multiples of `stride`. before: the original, which runs once; cfg: the
+    `window`, and the tokens `compared`."""
     device, T = before.tok_emb.weight.device, min(cfg.window, before.config.longest_text, len(val) - 1)
-    x, y = windows(val, spread_starts(len(val), T, cfg.compared, apart), T, device)
+    x, y = windows(val, spread_starts(len(val), T, cfg.compared, stride), T, device)
     afters = [coupled(file, path, k, numbers).to(device) for (k, _), numbers in choices.items()]
     for after in afters:
         after.rope = before.rope  # of a long context the largest tensor that they do not share
@@ -262,12 +262,12 @@ def main():
         figures = Figures(folder)  # asks for matplotlib now, and not after minutes
         file["state"] = {name: t.to(device) for name, t in file["state"].items()}
         network = untapered(file, path, base.block_size, base.sink_token).to(device)
-        apart = corpus.get("block_size", 1)
-        starts = spread_starts(len(train), T, cfg.tokens, apart)
+        stride = corpus.get("block_size", 1)
+        starts = spread_starts(len(train), T, cfg.tokens, stride)
         count, few, tokens = len(starts), max(1, AT_ONCE // T), torch.from_numpy(train)
         firsts = tqdm(range(0, count, few), "measuring", disable=None)
         rms, own = measure(network, (windows(tokens, starts[i : i + few], T, device)[0] for i in firsts))
-        found = compare(file, path, network, every_choice(own, cfg), torch.from_numpy(val), apart, cfg)
+        found = compare(file, path, network, every_choice(own, cfg), torch.from_numpy(val), stride, cfg)
         choice = keep, alpha = chosen({c: d.kl for c, (_, d) in found.items()}, cfg)
         how = f"the fewest blocks whose KL is within {WITHIN:.0%} of the least, and with them the best alpha"
         said = f"{count} x {T} tokens of {corpus['source']}. Written: {keep} blocks kept, alpha {alpha}."

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from bench import hardware  # not found? pip install -e .
 from data import HeldOut, corpus_folder, open_held_out, refuse_other_tokens
 from model import Transformer
-from nanonorm.cli import check_out, finish, parse
+from nanonorm.cli import check_out, parse, print_report
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.kernels import upcast
 from nanonorm.log import say
@@ -307,7 +307,7 @@ def main(argv: list[str]):
     report = dict(settings=asdict(k), networks=names, machine=machine, torch=torch.__version__,
                   python=platform.python_version(), rows=rows)  # fmt: skip
     report["texts"] = {text.name: text.meta for text in texts}
-    finish(report, k.out)
+    print_report(report, k.out)
     if k.within and not any(row["paper"] for row in rows):
         raise BadInput("--within: the paper has no figure of these networks on these texts")
     far = [row for row in rows if k.within and row["paper"] and abs(row["ce"] - row["paper"]) > k.within]

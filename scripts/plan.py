@@ -32,8 +32,8 @@ from data.sampling import SHARE
 from forms import config_of, skeleton
 from model import NORMS, ModelConfig, Transformer, rope_tables
 from nanonorm.adapters import learning, put_on
-from nanonorm.cli import finish, parse
-from nanonorm.distill import Distilled, share
+from nanonorm.cli import parse, print_report
+from nanonorm.distill import Distilled, share_weights
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.families import FAMILIES, architecture_of, to_ours
 from nanonorm.files import json_object
@@ -136,7 +136,7 @@ def trained(asked: Config, explicit: set[str]) -> tuple[Config, Transformer, tor
     if cfg.teacher is not None:
         teacher = untapered(hollow_file(cfg.teacher), cfg.teacher, cfg.block_size, cfg.sink_token)
         if cfg.adapter != "none":
-            share(model, teacher, f"start it from {cfg.teacher}")
+            share_weights(model, teacher, f"start it from {cfg.teacher}")
     for network in (model, teacher) if teacher is not None else (model,):
         network._apply(lambda t: t.to(narrow if t.dim() >= 2 else wide))
     if cfg.adapter != "none":
@@ -286,7 +286,7 @@ def main():
         print(f"{part.name:28} {part.bytes / 1e9:8.2f}{numbers}")
     fits = "fits in" if size <= room else "does not fit in"
     print(f"{'together':28} {size / 1e9:8.2f}   {fits} {room / 1e9:g} of {cfg.memory:g} GB")
-    finish({"parts": {part.name: part.bytes for part in parts}, "bytes": size, "fits": size <= room})
+    print_report({"parts": {part.name: part.bytes for part in parts}, "bytes": size, "fits": size <= room})
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def values_of(study: dict, k: StudyKnobs, given: dict[str, str], fixed: dict) ->
 
 
 @dataclass
-class Step:
+class StudyStep:
     """One step of a study, with its names filled in."""
 
     kind: str  # of KINDS
@@ -177,7 +177,7 @@ class Step:
     optional: bool = False
 
 
-def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
+def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[StudyStep]:
     """All steps, in their order. Raises: BadInput for a name in --only that no step has."""
     found = []
     for number, step in enumerate(map(dict, [TOY_CORPUS, *study["steps"]])):
@@ -187,7 +187,7 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
         if len(kinds) != 1:
             raise BadInput(f"a step has one of {', '.join(KINDS)}; this one has {', '.join(step)}")
         (kind,) = kinds
-        if unknown := step.keys() - {kind, "for", *(f.name for f in fields(Step))}:
+        if unknown := step.keys() - {kind, "for", *(f.name for f in fields(StudyStep))}:
             raise BadInput(f"a step has {min(unknown)}, which steps do not have: {step[kind][:60]}")
         template = step.pop(kind)
         axes = [name.strip() for name in step.pop("for", "").split(",") if name]
@@ -195,7 +195,7 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[Step]:
             names = values | dict(zip(axes, point, strict=True))
             texts = {n: v.format_map(names) if isinstance(v, str) else v for n, v in step.items()}
             key = " ".join([str(number), kind, *point])
-            found.append(Step(kind, words_of(template, names), key, **texts))
+            found.append(StudyStep(kind, words_of(template, names), key, **texts))
     named = list(dict.fromkeys(step.name for step in found if step.name))
     if unknown := [name for name in k.only or () if name not in named]:
         raise BadInput(f"no step {unknown[0]}; there are {', '.join(named) or 'none with a name'}")
@@ -230,7 +230,7 @@ def words_of(text: str, names: dict) -> list[str]:
 class Study:
     """The steps of a study at work, and the record of what was done: {step's key: {"words", "said", ...}}."""
 
-    def __init__(self, steps: list[Step], k: StudyKnobs, record: Path):
+    def __init__(self, steps: list[StudyStep], k: StudyKnobs, record: Path):
         self.steps, self.k, self.path = steps, k, record
         found = read_json(record, "study.py") if record.exists() else {}
         self.record = {key: done for key, done in found.items() if re.match(r"\d+ ", key)}
@@ -258,14 +258,14 @@ class Study:
                 getattr(self, step.kind)(step)
         return 1 if self.unfinished else 0
 
-    def is_done(self, step: Step) -> bool:
+    def is_done(self, step: StudyStep) -> bool:
         if step.unless and Path(step.unless).exists():
             return True
         made = step.makes or step.stdout
         same = self.record.get(step.key, {}).get("words") == step.words
         return made is not None and same and Path(made).exists()
 
-    def sweep(self, step: Step):
+    def sweep(self, step: StudyStep):
         flags = [f"--jobs={self.k.jobs}", f"--threads={self.k.threads}"]
         s, files, axes = sweep.read_command([*step.words, *flags])
         runs = sweep.grid(s, files, axes)
@@ -279,7 +279,7 @@ class Study:
         self.record[step.key] = {"runs": now}
         write_json(self.path, self.record, indent=1)
 
-    def train(self, step: Step):
+    def train(self, step: StudyStep):
         run = sweep.one_run(step.words)
         if sweep.look(run)[0] == "finished":
             return
@@ -289,7 +289,7 @@ class Study:
         if sweep.Crew([run], 1, self.k.threads).work():
             raise BadInput(f"{run.folder}, which the next steps need, is not finished; the reason is above")
 
-    def run(self, step: Step):
+    def run(self, step: StudyStep):
         """A command of this checkout, as a process of its own."""
         self.record.pop(step.key, None)
         self.forget_what_follows(step)
@@ -335,7 +335,7 @@ class Study:
         now = {s.key: s.stdout for s in self.steps}
         return now.get(key, self.record.get(key, {}).get("stdout"))
 
-    def forget_what_follows(self, step: Step):
+    def forget_what_follows(self, step: StudyStep):
         """Later steps, whatever their values, may be made of what this one makes: they are done again."""
         later = {s.key for s in self.steps[self.steps.index(step) + 1 :]}
         later |= {key for key in self.record if number_of(key) > number_of(step.key)}

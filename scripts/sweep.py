@@ -72,7 +72,7 @@ class Sweep:
 # the grid
 
 
-def check(k: Sweep, axes: dict[str, list[str]]):
+def check_axes(k: Sweep, axes: dict[str, list[str]]):
     """Refuse unknown knobs, wrong values and flags that contradict each other. Raises: BadInput."""
     for name, values in axes.items():
         for value in values:
@@ -99,7 +99,7 @@ def check(k: Sweep, axes: dict[str, list[str]]):
 def grid(k: Sweep, files: list[str], axes: dict[str, list[str]]) -> list[PlannedRun]:
     """Every run, once: all variants at the first point of the axes, then at the next. Raises: BadInput for
     one that train.py would refuse."""
-    check(k, axes)
+    check_axes(k, axes)
     aux_weight = parse(Config, files, files=True)[0].aux_weight or AUX_WEIGHT
     runs, names = {}, {}
     for *values, variant in itertools.product(*axes.values(), k.variants or (None,)):
@@ -234,7 +234,7 @@ class Crew:
         try:
             while self.waiting or self.working:
                 while self.waiting and len(self.working) < self.jobs:
-                    self.begin(self.waiting.pop(0))
+                    self.launch(self.waiting.pop(0))
                 time.sleep(POLL_S if self.working else 0)
                 self.collect()
                 self.bar.n = sum(run.steps for run in self.runs)
@@ -252,7 +252,7 @@ class Crew:
                 process.wait()
         return self.bad
 
-    def begin(self, run: PlannedRun):
+    def launch(self, run: PlannedRun):
         state, why = look(run)
         if state in ("new", "resume"):
             self.working[run] = start(run, state, self.threads)

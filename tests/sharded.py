@@ -18,8 +18,8 @@ import train
 from config import Config
 from data.sampling import train_batch
 from model import Block, Transformer
-from nanonorm.adapters import learning, put_on, take_norms
-from nanonorm.distill import Distilled, share
+from nanonorm.adapters import learning, measure_rows, put_on
+from nanonorm.distill import Distilled, share_weights
 from nanonorm.ranks import Ranks, local
 from nanonorm.shard import Sharded
 
@@ -76,13 +76,13 @@ def networks(cfg: Config, adapter: str | None, dtype) -> tuple:
     if adapter is not None:
         of_teacher = teacher.state_dict()
         model.load_state_dict({n: of_teacher.get(n, t) for n, t in model.state_dict().items()})
-        share(model, teacher, "")
+        share_weights(model, teacher, "")
         torch.manual_seed(0)
         put_on(model, adapter, 3, 6.0)
         for name, p in model.named_parameters():
             if ".lora_B" in name:  # peft has it begin at 0
                 p.data.copy_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-        take_norms(model)
+        measure_rows(model)
     return model, Distilled(model, teacher, {"path": "x", "sha256": "0"}, cfg.ce_weight, cfg.kl_weight)
 
 

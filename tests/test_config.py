@@ -29,7 +29,7 @@ from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.files import atomic_write, folder_name
 from nanonorm.knobs import Anew, Filled, Needs, OneOf, Since
 from nanonorm.ranks import Ranks
-from nanonorm.run import begin, model_file
+from nanonorm.run import beginning_of, model_file
 from nanonorm.split import other_masks, other_split
 from nanonorm.typed import in_words
 from scripts.plan import shape_of
@@ -409,7 +409,7 @@ def folder(*argv) -> str:
     """The folder in which a run of this command begins."""
     asked, explicit, files = parse(Config, [*argv], files=True)
     with ExitStack() as held:
-        return begin(asked, explicit, files, Ranks(), held).settings.out_dir
+        return beginning_of(asked, explicit, files, Ranks(), held).settings.out_dir
 
 
 def named(*argv) -> str:

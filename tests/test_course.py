@@ -5,7 +5,7 @@ import csv
 import pytest
 from running import metrics, refused, train
 
-from scripts.studies.course import Knobs, main, thinned
+from scripts.studies.course import Knobs, few_points, main
 from scripts.studies.figures import Figures
 
 pytest.importorskip("matplotlib")
@@ -55,8 +55,8 @@ def test_a_figure_is_drawn_again_from_its_numbers(tmp_path, monkeypatch):
 def test_points_are_thinned_once(tmp_path):
     """What is drawn of 801 is 401, and of these 401 all."""
     values = dict.fromkeys(range(801), 1.0)
-    once = thinned(values)
-    assert len(once) == 401 and thinned(dict(once)) == once and thinned({7: 1.0}) == [(7, 1.0)]
+    once = few_points(values)
+    assert len(once) == 401 and few_points(dict(once)) == once and few_points({7: 1.0}) == [(7, 1.0)]
 
 
 def test_what_is_no_run_is_refused(tmp_path, reference, capsys):

@@ -29,7 +29,7 @@ from config import Config
 from forms import fold, load_model, proved, unfuse
 from model import Transformer
 from nanonorm import adapters, kernels, parts
-from nanonorm.distill import Distilled, distill_loss, fingerprint, share, whole_distill_loss
+from nanonorm.distill import Distilled, distill_loss, fingerprint, share_weights, whole_distill_loss
 from nanonorm.kernels import NOT_COUNTED
 from nanonorm.ranks import Ranks, deal
 from nanonorm.run import given_weights
@@ -64,7 +64,7 @@ def pair(family: str = "llama", kind: str = "dora", dtype=torch.float64, rank: i
     pytest.importorskip("peft")
     teacher = teacher_of(family, dtype)
     student = student_of(teacher).train()
-    share(student, teacher, "")
+    share_weights(student, teacher, "")
     if kind != "none":
         adapters.put_on(student, kind, rank, 2.0 * rank, targets)
     return Distilled(student, teacher, {"path": "teacher", "sha256": "0"}), teacher
@@ -76,7 +76,7 @@ def shake(model: Distilled):
     with torch.no_grad():
         for p in adapters.learning(model.student).values():
             p.add_(0.1 * torch.randn(p.shape, generator=rng, dtype=torch.float64))
-    adapters.take_norms(model.student)
+    adapters.measure_rows(model.student)
 
 
 # --- the loss
@@ -233,16 +233,16 @@ def test_a_bfloat16_base_begins_where_it_was_and_its_adapters_are_float32():
     trained = gain.detach().clone()
     idx = tokens(2, 16)
     adapted = copy.deepcopy(model.student).float().eval()
-    adapters.take_norms(adapted)
+    adapters.measure_rows(adapted)
     merged, error = model.plain()
-    assert error < 1e-9  # of norms taken in float64
+    assert error < 1e-9  # of lengths taken in float64
     assert_same(merged.blocks[0].norm_mlp.weight.detach(), trained)  # the proof is to see what trained
     assert {p.dtype for p in merged.parameters()} == {torch.float32}  # what adapters learned is not rounded
     assert scale_of_difference(merged(idx), adapted(idx)) < 1e-5
 
 
-def norms_of(network) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in network.named_buffers() if name.endswith(".norms")}
+def lengths_of(network) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in network.named_buffers() if name.endswith(".row_lengths")}
 
 
 def by_peft(network):
@@ -280,13 +280,13 @@ def merged_weight(layer):
         return (y if bias is None else y - bias).T
 
 
-def test_doras_norms_in_low_precision():
+def test_doras_row_lengths_in_low_precision():
     """Before a step those of W, to the bit; later to float32's rounding, also under autocast, of a bfloat16
     W, and of a row that B A all but cancels, where terms apart would leave nothing right."""
     model, _ = pair(dtype=torch.bfloat16)
     layer = model.student.blocks[1].mlp.down
-    W, norms = layer.weight, layer.lora_magnitude_vector["default"].norms
-    assert torch.equal(norms, torch.linalg.vector_norm(W.float(), dim=1)) and norms.dtype == torch.float32
+    W, lengths = layer.weight, layer.lora_magnitude_vector["default"].row_lengths
+    assert torch.equal(lengths, torch.linalg.vector_norm(W.float(), dim=1)) and lengths.dtype == torch.float32
     shake(model)
     A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     with torch.no_grad():
@@ -294,25 +294,25 @@ def test_doras_norms_in_low_precision():
         B[3, 0], A[0] = -0.5, W[3].float()  # alpha/rank is 2: row 3 becomes 0
         A[0] *= 1 + 2**-12
     with torch.autocast("cpu", torch.bfloat16):
-        adapters.take_norms(model.student)
+        adapters.measure_rows(model.student)
     exact = torch.linalg.vector_norm(W.double() + 2 * B.double() @ A.double(), dim=1)
-    torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
-    assert norms[3] < 1e-3 * W[3].norm()
+    torch.testing.assert_close(lengths.double(), exact, rtol=1e-5, atol=0)
+    assert lengths[3] < 1e-3 * W[3].norm()
 
 
-def test_a_step_leaves_the_norms_of_what_it_made():
-    """Training's, and reading a file; a run that forgot would go on with other norms than it exports."""
+def test_a_step_leaves_the_row_lengths_of_what_it_made():
+    """Training's, and reading a file; a run that forgot would go on with other lengths than it exports."""
     model, _ = pair()
-    step, (x, y), before = taught_step(model.student, model), batch(), norms_of(model.student)
+    step, (x, y), before = taught_step(model.student, model), batch(), lengths_of(model.student)
     step.at(1)
     step(x[None], y[None])
-    after = norms_of(model.student)
+    after = lengths_of(model.student)
     assert len(after) == 12 and not any(torch.equal(t, after[name]) for name, t in before.items())
-    adapters.take_norms(model.student)
-    assert same_state(norms_of(model.student), after)
+    adapters.measure_rows(model.student)
+    assert same_state(lengths_of(model.student), after)
     resumed, _ = pair()
     adapters.load_adapters(resumed.student, {name: p.detach() for name, p in step.learns.items()}, "file")
-    assert same_state(norms_of(resumed.student), after)
+    assert same_state(lengths_of(resumed.student), after)
 
 
 def test_a_dora_costs_what_a_lora_costs():
@@ -329,7 +329,7 @@ def test_a_dora_costs_what_a_lora_costs():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_doras_forward_pass_is_one_graph(dtype):
-    """And its norms no constants of it."""
+    """And its rows' lengths no constants of it."""
     model, _ = pair(dtype=dtype)
     layer = model.student.blocks[1].attn.qkv
     x = torch.randn(3, 24, dtype=layer.lora_A["default"].weight.dtype)
@@ -347,14 +347,14 @@ def test_pefts_file_goes_both_ways():
     shake(model)
     ours, idx = model.student.blocks, tokens(2, 16)
     file = peft.get_peft_model_state_dict(ours)
-    assert not any("norms" in name for name in (*file, *model.student.state_dict()))
+    assert not any("row_lengths" in name for name in (*file, *model.student.state_dict()))
     theirs = student_of(model.teacher)
     peft.inject_adapter_in_model(ours.peft_config["default"], theirs.blocks)
     assert not peft.set_peft_model_state_dict(theirs.blocks, file).unexpected_keys
     assert scale_of_difference(theirs.stream(idx), model.student.stream(idx)) < 1e-12
     back, _ = pair()
     peft.set_peft_model_state_dict(back.student.blocks, peft.get_peft_model_state_dict(theirs.blocks))
-    adapters.take_norms(back.student)
+    adapters.measure_rows(back.student)
     assert torch.equal(back.student.stream(idx), model.student.stream(idx))
 
 
@@ -375,7 +375,7 @@ def test_training_moves_the_student_alone(family):
         logits, began = teacher(idx), model.student(idx)
 
     def loss(step):
-        adapters.take_norms(model.student)
+        adapters.measure_rows(model.student)
         return model.train()(x, y).total
 
     kl = adamw_losses(loss, model, 20, lr=1e-2)
@@ -526,7 +526,7 @@ def test_what_a_checkpoint_holds_of_an_adapted_student():
     assert set(file["state"]) == OWN
     assert all(".lora_" in name for name in file["adapters"]) and file["meta"]["teacher"]["sha256"] == "0"
     with refuses("tok_emb.weight differs; do this"):
-        share(tiny("coupled", n_layer=3, seed=1), tiny("rmsnorm", n_layer=3), "do this")
+        share_weights(tiny("coupled", n_layer=3, seed=1), tiny("rmsnorm", n_layer=3), "do this")
 
 
 def test_a_fingerprint_is_of_names_types_and_values():

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from begin import begun_from
 from forms import FORMS, fold, from_file, proved
-from model import ModelConfig, Scale, Taper, Transformer, rope_tables
+from model import ModelConfig, Scaling, Taper, Transformer, rope_tables
 from nanonorm import kernels
 from nanonorm.cache import KVCache
 from nanonorm.machine import flops_per_token
@@ -83,7 +83,7 @@ def test_tapered_qk_norms_fold_into_the_rows_of_qkv(variant, form):
     model, idx = of("qwen3", variant, taper_qk=True), tokens(2, 16)
     changed = FORMS[form](model)
     attn = changed.blocks[0].attn
-    assert isinstance(attn.norm_q, Scale) if form == "unfused" else attn.norm_q is attn.norm_k is None
+    assert isinstance(attn.norm_q, Scaling) if form == "unfused" else attn.norm_q is attn.norm_k is None
     with torch.no_grad():
         assert scale_of_difference(changed(idx), model.eval()(idx)) <= EXACT
         assert scale_of_difference(fold(changed)(idx), model(idx)) <= EXACT

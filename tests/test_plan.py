@@ -12,7 +12,7 @@ from running import refused
 
 from model import Transformer
 from nanonorm.adapters import learning, put_on
-from nanonorm.distill import Distilled, share
+from nanonorm.distill import Distilled, share_weights
 from nanonorm.optimizer import make_optimizer
 from scripts import plan
 
@@ -141,7 +141,7 @@ def test_adapters_and_a_base_that_is_the_teachers(kind, capsys, monkeypatch):
     found = planned(capsys, monkeypatch, *argv, "--dtype=bfloat16", "--batch_size=2")["parts"]
     teacher, student = Transformer(shape), Transformer(shape)
     student.load_state_dict(teacher.state_dict())
-    share(student, teacher, "")
+    share_weights(student, teacher, "")
     for network in (student, teacher):
         network._apply(lambda t: t.to(torch.bfloat16) if t.dim() >= 2 else t)
     put_on(student, kind, 8, 16.0)

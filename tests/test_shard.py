@@ -28,7 +28,7 @@ from nanonorm.files import read_file, write_file
 from nanonorm.hub import write_pretrained
 from nanonorm.machine import refuse_to_shard
 from nanonorm.ranks import Ranks, data_parallel, whole
-from nanonorm.run import begin
+from nanonorm.run import beginning_of
 from nanonorm.shard import Sharded
 
 FEW = ("layernorm-internal-aux", "sink")
@@ -341,7 +341,7 @@ def test_many_ranks_do_not_read_all_of_a_sharded_run(plain):
     ranks.size = 2
     argv = ["--init_from=resume", f"--out_dir={plain.parent / 'alone'}", "--shard=False"]
     with ExitStack() as held, pytest.raises(BadInput, match="each of 2 ranks would read all"):
-        begin(*parse(Config, argv, files=True), ranks, held)
+        beginning_of(*parse(Config, argv, files=True), ranks, held)
 
 
 @pytest.mark.parametrize(

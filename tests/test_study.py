@@ -40,7 +40,7 @@ def command(monkeypatch, tmp_path):
     return run
 
 
-def planned(name: str, *argv: str) -> list[study.Step]:
+def planned(name: str, *argv: str) -> list[study.StudyStep]:
     """The steps of a study at its real size, with any files for its inputs."""
     text = study.load(name)
     given = {key: str(ROOT / ("LICENSE" if key == "wikitext" else "data")) for key in text.get("inputs", {})}
@@ -397,7 +397,7 @@ finally:
 """
 WORKS = f"""{EXITS}
 from scripts import study
-step = study.Step("run", sys.argv[2:], "1 run")
+step = study.StudyStep("run", sys.argv[2:], "1 run")
 study.Study([step], study.StudyKnobs(), Path(sys.argv[1])).work()
 """
 

@@ -22,10 +22,10 @@ from nanonorm.families import pieces_of
 from nanonorm.gguf import (
     FREQUENCIES,
     ORIGINAL,
-    adjacent,
     frequency_divisors,
     keys_of,
     names_of,
+    to_pairs,
     turned_heads,
 )  # fmt: skip
 from scripts.exports import AS_TRAINED, Job, spread
@@ -62,7 +62,7 @@ def tensors(c: dict, state: dict, arch: str):
         parts = pieces[name]
         for part, rows in zip(parts, t.float().split([p.rows for p in parts]), strict=True):
             heads = turned_heads(arch, part.name, c)
-            yield part.name, adjacent(rows, heads) if heads else rows
+            yield part.name, to_pairs(rows, heads) if heads else rows
     if c["rope_scaling"] is not None:
         yield FREQUENCIES, frequency_divisors(c, c["rope_scaling"])
 

@@ -6,7 +6,7 @@ from nanonorm.errors import BadInput, needed
 from nanonorm.hub import HUB_TIMEOUT_S
 
 
-def check(name: str):
+def check_repository(name: str):
     """Ask all that can be asked before the work is done. Raises: BadInput."""
     hub = needed("huggingface_hub")
     try:

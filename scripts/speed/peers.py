@@ -32,7 +32,7 @@ import torch
 from bench import agree, hardware, random_model  # not found? pip install -e .
 from forms import from_file
 from model import ModelConfig, Transformer
-from nanonorm.cli import check_out, finish, parse_flags
+from nanonorm.cli import check_out, parse_flags, print_report
 from nanonorm.errors import BadInput, one_line_errors
 from nanonorm.hub import write_pretrained
 from nanonorm.machine import keep_freed_memory, release_garbage
@@ -325,7 +325,7 @@ def main():
         print_table(k, title, rows)
         figures += rows
     settings = {knob: value for knob, value in asdict(k).items() if knob not in own_shape(k)}
-    finish({"settings": settings, "machine": machine, **versions, "rows": figures}, k.out)
+    print_report({"settings": settings, "machine": machine, **versions, "rows": figures}, k.out)
 
 
 if __name__ == "__main__":

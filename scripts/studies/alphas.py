@@ -146,8 +146,8 @@ def main():
     folder = corpus_folder(k.data)
     meta, train, val = open_corpus(folder, k.window, base.ahead)
     refuse_other_tokens(meta, folder, file["meta"].get("corpus", {}), path)
-    train, val, apart = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
-    starts = spread_starts(len(train), k.window, k.tokens, apart)
+    train, val, stride = torch.from_numpy(train), torch.from_numpy(val), meta.get("block_size", 1)
+    starts = spread_starts(len(train), k.window, k.tokens, stride)
     batches = [windows(train, starts[i : i + 8], k.window, "cpu")[0] for i in range(0, len(starts), 8)]
     _, own = measure(network, batches)
     kept = sorted({*k.kept, *k.kl_kept})
@@ -163,11 +163,11 @@ def main():
             begin = choices[n, f"least squares, {shared}"]
             choices[n, way] = kl_numbers(file, path, network, begin, shared, fresh, k)
     choices = dict(sorted(choices.items(), key=lambda choice: choice[0][0]))
-    rows = as_rows(compare(file, path, network, choices, val, apart, k))
+    rows = as_rows(compare(file, path, network, choices, val, stride, k))
     shown = table(rows)
     print(shown)
     command = "    " + shlex.join(["python", "scripts/studies/alphas.py", *sys.argv[1:]])
-    others = spread_starts(len(val), k.window, k.compared, apart)
+    others = spread_starts(len(val), k.window, k.compared, stride)
     counts = f"{len(starts) * k.window:,} tokens to fit on, {len(others) * k.window:,} others to compare on"
     about = f"{counts}, of {meta['source']}."
     original = f"The original's cross-entropy there is {rows[0]['original']:.4f} nats a token."

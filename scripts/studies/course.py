@@ -104,7 +104,7 @@ def groups_of(runs) -> dict[str, str]:
     return {run: f"{name} (n={n})" if n > 1 else run for run, name, n in named}
 
 
-def thinned(values: dict[int, float]) -> list[tuple[int, float]]:
+def few_points(values: dict[int, float]) -> list[tuple[int, float]]:
     """What is drawn of a line: so few that a long run's .csv stays small. What is so short stays as it is."""
     *every, last = values.items()
     return [*every[:: math.ceil(len(every) / CURVE_POINTS) or 1], last]
@@ -130,7 +130,7 @@ def main(k: Knobs, words: list[str], command: str) -> str:
     for ax, (metric, of_runs) in zip(axes, found.items(), strict=False):
         for run, lines in of_runs.items():
             for j, (name, values) in enumerate(lines.items()):
-                shown = thinned(values)
+                shown = few_points(values)
                 look = {"color": colours[groups[run]], "linewidth": 0.5 if len(lines) > 1 else 1.2}
                 look |= {"marker": "o", "markersize": 3} if len(shown) < 10 else {}
                 ax.plot(*zip(*shown, strict=True), label=None if j else groups[run], **look)

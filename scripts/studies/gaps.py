@@ -97,7 +97,7 @@ class Cell:
         """{seed: gap or loss}"""
         return self.gaps if y == "gap" else by_seed(self.runs)
 
-    def apart(self, y: str, far: float) -> tuple[list[float], list[float]]:
+    def near_and_far(self, y: str, far: float) -> tuple[list[float], list[float]]:
         """(values, those of runs that are more than `far` % behind)"""
         both = [], []
         for seed, value in self.values(y).items():
@@ -302,7 +302,7 @@ def draw_settings(figures: Figures, ax, here: list[Cell], drawn: dict, y: str, k
     for i, (name, look) in enumerate(drawn.items()):
         mine = [cell for cell in here if cell.what == name and cell.values(y)]
         x = [back(along(cell.at) + room * ((i + 0.5) / len(drawn) - 0.5)) for cell in mine]
-        values = [cell.apart(y, k.far if trained else math.inf) for cell in mine]
+        values = [cell.near_and_far(y, k.far if trained else math.inf) for cell in mine]
         above = [[*[""] * i, f"{cell.best}{to.get(cell.at, '')}"] if k.tuned else [] for cell in mine]
         figures.dots(ax, x, values, above, "+.0f" if y == "gap" else ".2f", **look)
         means = [math.nan if far else sum(near) / len(near) for near, far in values]
