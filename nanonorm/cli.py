@@ -27,7 +27,7 @@ from typing import Any
 
 from nanonorm.errors import BadInput
 from nanonorm.files import ROOT, folder_name, write_json
-from nanonorm.typed import check, check_text, hints, in_words
+from nanonorm.typed import check, check_text, hints, in_words, shown
 
 
 def parse(cls, argv: list[str], files: bool = False, usage: str = ""):
@@ -98,16 +98,6 @@ def set_knob(config, name: str, value, where: str, text: bool = False):
         setattr(config, name, (check_text if text else check)(kinds[name], value))
     except ValueError:
         raise BadInput(f"{where}: {name} must be {in_words(kinds[name])}, not {shown(value)}") from None
-
-
-def shown(value) -> str:
-    """A value short enough for an error message."""
-    if isinstance(value, int) and abs(value) >> 1000:
-        return "so large an int"
-    try:
-        return f"{str(value)[:60]!r}"
-    except (ValueError, RecursionError):  # an int of thousands of digits inside it, or lists thousands deep
-        return f"such a {type(value).__name__}"
 
 
 def run_file(word: str) -> dict:

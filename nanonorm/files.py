@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -124,15 +125,14 @@ def hold_folder(path: str | Path):
     if handle is None:
         yield folder
         return
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        remedy = "wait for it, or name another --out_dir"
-        raise BadInput(f"another process is at work in {path}; {remedy}") from None
-    except OSError:
-        pass  # a file system without locks: one process at a time is safe all the same
+    tries = 3  # whoever only looks, with is_held, lets go at once
+    while not locks(handle, "LOCK_EX"):
+        tries -= 1
+        if not tries:
+            os.close(handle)
+            remedy = "wait for it, or name another --out_dir"
+            raise BadInput(f"another process is at work in {path}; {remedy}")
+        time.sleep(0.05)
     HELD[folder] = handle
     try:
         yield folder
@@ -141,15 +141,29 @@ def hold_folder(path: str | Path):
         os.close(handle)  # a process that dies lets go as well
 
 
+def locks(handle: int, kind: str) -> bool:
+    """Lock an open folder, unless another process has it. kind: "LOCK_EX", or "LOCK_SH" to look at it.
+    Returns: whether it is locked now; True where there are no locks (one process at a time is safe there)."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, getattr(fcntl, kind) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
 def is_held(path: str | Path) -> bool:
     """Whether a process is at work in a folder that is there."""
-    if not Path(path).is_dir():
+    if fcntl is None or not Path(path).is_dir():
         return False
+    handle = os.open(path, os.O_RDONLY)
     try:
-        with hold_folder(path):
-            return False
-    except BadInput:
-        return True
+        return not locks(handle, "LOCK_SH")
+    finally:
+        os.close(handle)
 
 
 def still_held(folder: Path):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticCustomError, core_schema
 
-from nanonorm.typed import check, hints, in_words
+from nanonorm.typed import check, hints, in_words, shown
 
 
 class OneOf(NamedTuple):
@@ -111,7 +111,7 @@ def check_types(settings, error: type[Exception]):
         try:
             setattr(settings, f.name, check(kind, value))
         except ValueError:
-            raise error(f"{f.name} must be {in_words(kind)}, not {str(value)[:60]!r}") from None
+            raise error(f"{f.name} must be {in_words(kind)}, not {shown(value)}") from None
 
 
 def check_needs(settings, error: type[Exception]):

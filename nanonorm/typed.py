@@ -141,3 +141,13 @@ def why(error: ValidationError) -> str:
     place = ".".join(map(str, first["loc"]))
     message = first["msg"][:1].lower() + first["msg"][1:]
     return f"{place}: {message}" if place else message
+
+
+def shown(value) -> str:
+    """A value short enough for an error message."""
+    if isinstance(value, int) and abs(value) >> 1000:
+        return "so large an int"
+    try:
+        return f"{str(value)[:60]!r}"
+    except (ValueError, RecursionError):  # an int of thousands of digits inside it, or lists thousands deep
+        return f"such a {type(value).__name__}"

@@ -111,8 +111,10 @@ def corpus_of(dataset: str) -> Manifest | None:
     """What is known of a corpus, None where it is not prepared. Raises: BadInput."""
     path = corpus_folder(dataset) / "meta.json"
     try:
-        return Manifest.model_validate(json_object(path.read_bytes())) if path.exists() else None
-    except ValueError:
+        return Manifest.model_validate(json_object(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
         raise BadInput(f"{path} describes no corpus to train on; prepare it again, or name another") from None
 
 

@@ -198,7 +198,7 @@ def steps_of(study: dict, values: dict, k: StudyKnobs) -> list[StudyStep]:
             found.append(StudyStep(kind, words_of(template, names), key, **texts))
     named = list(dict.fromkeys(step.name for step in found if step.name))
     if unknown := [name for name in k.only or () if name not in named]:
-        raise BadInput(f"no step {unknown[0]}; there are {', '.join(named) or 'none with a name'}")
+        raise BadInput(f"no step {unknown[0]!r}; there are {', '.join(named) or 'none with a name'}")
     return found
 
 

@@ -611,12 +611,14 @@ def test_a_configuration_that_means_nothing_is_refused_with_what_would(bad, name
 
 
 def test_what_a_loop_of_ones_own_may_get_wrong_is_said():
-    """A step without the shift of the targets; a phase that there is not."""
+    """A step without the shift of the targets; a phase that there is not; a width too long to print."""
     model, (x, y) = tiny(), batch()
     with refuses("do not have idx's shape"):
         model(x, y[:, 1:])
     with refuses("no phase nrom; there are norm, blend, scale"):
         model.set_phase("nrom")
+    with refuses("not so large an int"):
+        ModelConfig(n_embd=10**5000)
 
 
 @pytest.mark.parametrize("norm", [name for name, variant in NORMS.items() if variant.tapers])

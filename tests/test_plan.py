@@ -190,13 +190,16 @@ def test_gpt2_xl_fits_one_card(capsys, monkeypatch):
 
 
 def test_a_folder_that_is_no_corpus_is_refused(corpus, tmp_path, capsys):
-    """A set to evaluate on has no training text; and a damaged one."""
+    """A set to evaluate on has no training text; a damaged one; and a file."""
     meta = json.loads((corpus / "meta.json").read_text())
     held_out = {key: value for key, value in meta.items() if not key.startswith("train")}
     for text in (json.dumps(held_out), json.dumps(meta)[:40]):
         (tmp_path / "meta.json").write_text(text)
         said = refused(capsys, *SMALL, f"--dataset={tmp_path}", program="scripts/plan.py")
         assert f"{tmp_path / 'meta.json'} describes no corpus to train on" in said
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    said = refused(capsys, *SMALL, f"--dataset={tmp_path / 'text.txt'}", program="scripts/plan.py")
+    assert "text.txt/meta.json describes no corpus to train on" in said
 
 
 def test_what_a_run_would_refuse_is_not_planned(corpus, capsys):

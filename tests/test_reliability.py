@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import faults
@@ -26,7 +28,7 @@ import forms
 from forms import load_model
 from model import Transformer
 from nanonorm.errors import BadFile
-from nanonorm.files import hold_folder, read_file
+from nanonorm.files import hold_folder, is_held, read_file
 from nanonorm.log import spike
 from nanonorm.run import open_model
 
@@ -170,6 +172,26 @@ def test_the_folder_is_held_before_the_checkpoint_is_read(short, tmp_path, capsy
     with hold_folder(tmp_path):
         assert "another process is at work" in refused(capsys, *resume(tmp_path))
     assert "damaged" in refused(capsys, *resume(tmp_path))
+
+
+def test_a_look_at_a_folder_keeps_no_process_out(tmp_path):
+    """A report looks whether a run is at work; one that starts in that instant waits for the look to end."""
+    left = Event()
+
+    def look():
+        while not left.is_set():
+            is_held(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        lookers = [pool.submit(look) for _ in range(2)]
+        try:
+            for _ in range(300):
+                with hold_folder(tmp_path):
+                    assert is_held(tmp_path)
+        finally:
+            left.set()
+        assert [looker.result() for looker in lookers] == [None, None]
+    assert not is_held(tmp_path)
 
 
 # --- disks

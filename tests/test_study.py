@@ -183,7 +183,7 @@ def test_what_a_study_asks_is_listed(command, capsys):
         (["gates"], "no study gates; there are coupled_posthoc,"),
         (["tinystories_small"], "name --stories=PATH: a folder of train.txt"),
         (["tinystories_small", "--stories=nowhere"], "stories=nowhere does not exist"),
-        (["folding", "--only=gates"], "no step gates; there are time, report"),
+        (["folding", "--only=gates"], "no step 'gates'; there are time, report"),
         (["gpu_gpt2", "--sizes=s"], "--sizes is not of this study, which has protocol,"),
         (["gpu_gpt2", "--size=xs"], "--size=xs: there are s, m, l, xl"),
         (["gpu_gpt2", "gpu_speed"], "one study at a time"),
