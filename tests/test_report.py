@@ -418,6 +418,7 @@ def test_a_networks_seeds_are_one_row_of_held_out_and_no_other_network_is():
         f"| {a} | 2 | 2.0000 ± 1.4142 | 4.0000 ± 2.8284 |", f"| {b} | 1 | 5.0000 | 10.0000 |",
         "| base | 1 | 0.5000 | 1.0000 |",
     ]  # fmt: skip
+    assert "| ran away | 1 | 1.3e+31 |" in held_out.table({"ran away": {"1": {("1",): 1.29e31}}})
 
 
 def held_out_of(rows: list[dict], folder: Path, *pairs: str) -> str:

@@ -38,11 +38,12 @@ def interval(values) -> Interval:
 
 
 def spread(values, digits: int = 4, sign: str = "") -> str:
-    """mean ± sample standard deviation; a dash if there are no values."""
+    """mean ± sample standard deviation; a dash if there are no values. With an exponent where one is huge."""
     if not len(values):
         return "-"
-    mean = f"{np.mean(values):{sign}.{digits}f}"
-    return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
+    form = ".1e" if np.max(np.abs(values)) >= 1e6 else f".{digits}f"
+    mean = f"{np.mean(values):{sign}{form}}"
+    return f"{mean} ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else mean
 
 
 def differences(of_seed: dict, base: dict) -> dict[int, float]:
